@@ -64,6 +64,84 @@ def test_an_average_gives_its_buffer_to_the_next_one(make):
         assert all("donate_argnums=0" in p.remedy for p in report.problems)
 
 
+#: How a state may be packed in which each leaf belongs to a parameter.
+PACKED = {
+    "in a list": lambda tree: [tree[name] for name in sorted(tree)],
+    "by other names": lambda tree: {f"hp_{name}": x for name, x in tree.items()},
+    "of one matrix": lambda tree: {"up": tree["up"]},
+    "moments by hand": lambda tree: {"m": tree["up"], "v": tree["up"]},
+}
+
+
+def carrying(layout, carried, at, update, dtype=jnp.float32):
+    """Compile a step that carries something beside parameters and states."""
+    tx = zerojax.sharded(TX, layout)
+
+    def step(params, carried, opt_state, x):
+        grads = jax.grad(zerojax.gather_where_used(pair_loss, layout))(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params, carried = update(zerojax.apply_updates(params, updates, layout), carried)
+        return params, carried, opt_state
+
+    places = (layout.params, at, layout.opt_state(TX))
+    shapes = (layout.shapes, carried, jax.eval_shape(TX.init, layout.shapes), X.update(dtype=dtype))
+    given = {"in_shardings": (*places, layout.batch), "out_shardings": places}
+    return jax.jit(step, donate_argnums=(0, 1, 2), **given).lower(*shapes).compile()
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("pack", PACKED.values(), ids=PACKED)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_states_in_a_tree_of_their_own_lie_as_masters_do(make, stage, pack, is_cut):
+    layout = make(stage)
+    whole = jax.tree.map(lambda _: layout.sharding(P()), layout.masters)
+
+    def update(params, ema):
+        if not is_cut:  # that would have to gather at stage 3
+            return params, jax.tree.map(lambda e: 0.9 * e, ema)
+        return params, jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, ema, pack(params))
+
+    at = pack(layout.masters if is_cut else whole)
+    report = audit(carrying(layout, pack(layout.shapes), at, update), layout)
+    assert [p.kind for p in report.problems] == ["placement"] * (not is_cut)
+    assert all("copy not partitioned" in p.seen for p in report.problems)
+
+
+@pytest.mark.parametrize("pack", [dict, PACKED["in a list"], PACKED["of one matrix"]])
+def test_masters_are_wider_than_their_parameters_if_some_are_not(mesh8, pack):
+    """Vectors are often fp32 in both; the new weights are made of masters, gathered in fp32."""
+    params = shapes_of(PAIR, jnp.bfloat16) | {"scale": jax.ShapeDtypeStruct((WIDTH,), jnp.float32)}
+    layout = zerojax.make_layout(params, mesh8, stage=2)
+    wide = jax.tree.map(lambda x: x.update(dtype=jnp.float32), params)
+
+    def update(params, held):
+        new = jax.tree.map(lambda e, p: e + p.astype(e.dtype), held, pack(params))
+        narrow = jax.tree.map(lambda e, p: e.astype(p.dtype), new, pack(params))
+        return {**params, **narrow} if isinstance(narrow, dict) else params, new
+
+    def loss(params, x):
+        return pair_loss(params, x * params["scale"].astype(x.dtype))
+
+    at = pack(jax.tree.map(lambda _: layout.sharding(P()), layout.masters))
+    whole = audit(carrying(layout, pack(wide), at, update, jnp.bfloat16), layout)
+    assert any("master not partitioned" in p.seen for p in whole.problems)
+    assert not any(p.kind == "precision" for p in whole.problems)
+
+
+def test_what_has_no_parameters_shape_is_noted(make):
+    """Four copies in one array, say: the layout says nothing of it."""
+    layout = make(2)
+    held = {"history": jax.ShapeDtypeStruct((4, *PAIR["up"]), jnp.float32)}
+
+    def update(params, held):
+        return params, {"history": jnp.roll(held["history"], 1, 0).at[0].set(params["up"])}
+
+    at = {"history": layout.sharding(P())}
+    report = audit(carrying(layout, held, at, update), layout)
+    assert report.problems == ()
+    assert any("1/history" in note and "can be cut" in note for note in report.notes)
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_the_pair_that_lookahead_steps_is_of_parameters(make, stage):
     """As docs/optimizers.md has it, lookahead stands around the wrapped optimizer."""

@@ -166,7 +166,7 @@ def test_one_microbatch_less_in_theory_is_volume_above_it():
             program_of(name), layout_of(name), zerojax.Recipe(accumulate=MICROBATCHES - 1)
         )
         assert kinds(report) == {"volume"}
-        assert any("Recipe(accumulate=3)" in note for note in report.notes)
+        assert any("Recipe(accumulate=3, reduce='each')" in note for note in report.notes)
         assert "1.50 times the formula" in report.problems[0].seen
 
 

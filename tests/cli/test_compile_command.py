@@ -19,7 +19,7 @@ from zerojax.cli import _compile as command
 from zerojax.cli import main
 from zerojax.cli._compile import CompileOptions, read_requests
 from zerojax.hardware import find_hardware
-from zerojax.models import _gpt_config, gpt
+from zerojax.models import gpt
 
 SMALL = gpt.Config(num_layers=2, width=64, num_heads=2, vocab_size=64, context=16)
 OTHER = dataclasses.replace(SMALL, width=32)
@@ -44,7 +44,7 @@ def folder(tmp_path, monkeypatch):
             tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
         ),
     )
-    monkeypatch.setattr(_gpt_config, "PRESETS", {**gpt.PRESETS, "tiny": SMALL, "other": OTHER})
+    monkeypatch.setattr(gpt, "PRESETS", {**gpt.PRESETS, "tiny": SMALL, "other": OTHER})
     return here
 
 
@@ -178,7 +178,7 @@ def test_the_exit_status_is_1_where_the_program_does_not_fit_with_the_figure(mon
     monkeypatch.setattr(command, "find_hardware", lambda chip: with_memory(2**20 // 8))
     assert main(ASKED) == 1
     out, err = capsys.readouterr()
-    needs = r"does not fit: it needs [\d.]+ GiB of a device's 0.00 GiB, [\d.]+ GiB too much"
+    needs = r"does not fit: it needs [\d.]+ MiB of a device's [\d.]+ MiB, [\d.]+ MiB too much"
     assert re.search(needs, err)
     assert "does not fit" in out
 

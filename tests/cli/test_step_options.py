@@ -17,7 +17,7 @@ from zerojax.cli import _compile, main
 from zerojax.cli.shared._options import BuiltStepOptions as options
 from zerojax.cli.train._options import TrainOptions
 from zerojax.memory import _remat
-from zerojax.models import _gpt_config, gpt
+from zerojax.models import gpt
 from zerojax.recipe import LAYER_INPUT, RematPolicy
 
 SMALL = gpt.Config(num_layers=2, width=64, num_heads=4, vocab_size=256, context=16, init_scale=0.1)
@@ -39,7 +39,7 @@ def folder(tmp_path, monkeypatch):
             tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
         ),
     )
-    monkeypatch.setattr(_gpt_config, "PRESETS", {**gpt.PRESETS, "tiny": SMALL})
+    monkeypatch.setattr(gpt, "PRESETS", {**gpt.PRESETS, "tiny": SMALL})
     return folder
 
 
@@ -115,7 +115,7 @@ def test_devices_are_shared_between_data_and_model():
 @pytest.mark.parametrize(("parts", "rows"), [(1, 257), (2, 384), (4, 384), (6, 258)])
 def test_a_vocabulary_that_the_axis_does_not_divide_is_filled_up(monkeypatch, parts, rows):
     odd = ODD if parts != 6 else dataclasses.replace(ODD, width=66, num_heads=6)
-    monkeypatch.setattr(_gpt_config, "PRESETS", {"odd": odd, "tiny": SMALL})
+    monkeypatch.setattr(gpt, "PRESETS", {"odd": odd, "tiny": SMALL})
     assert options(model="odd", model_axis=parts).chosen_model.vocab_rows == rows
     if parts != 6:
         assert options(model="tiny", model_axis=parts).chosen_model.vocab_rows == 256
@@ -171,7 +171,7 @@ def test_cut_checkpoints_are_compiled_and_audited(capsys):
 def plain(tmp_path_factory):
     """Give the losses of stage 2 on two devices."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_gpt_config, "PRESETS", {"tiny": SMALL})
+        patch.setattr(gpt, "PRESETS", {"tiny": SMALL})
         run = enter(tmp_path_factory.mktemp("plain"), patch)
         assert main([*TRAIN, *STEPS, "--devices", "2", "--stage", "2", "--out", str(run)]) == 0
         return losses(run)

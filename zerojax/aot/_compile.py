@@ -99,14 +99,12 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
 def compile_step(lowered: jax.stages.Lowered) -> Program:
     """Compile a lowered step to the facts that `audit` reads; at once where it was compiled before.
 
-    Programs are kept in the folder of `ZEROJAX_CACHE` (`~/.cache/zerojax/programs` by default).
+    Programs are kept in the folder of `ZEROJAX_CACHE` (`~/.cache/zerojax/programs` by default), as
+    plain data for `audit(program, layout)`: they can't be run. The source lines in one are those of
+    the time when it was compiled.
 
     Args:
         lowered: `step.lower(state, batch)`, for devices that are here or not; of any jitted step.
-
-    Returns:
-        The program as plain data: `audit(program, layout)`. It can't be run. The source lines that
-        it names are those of the time when it was compiled.
 
     Raises:
         DoesNotFit: the compiler refuses it for its memory.

@@ -42,8 +42,8 @@ def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> 
 
     Trees with the layout's paths and shapes are parameters, masters or gradients, told apart by
     name, else by dtype: of two the narrower is the parameters'. What lies within an optax state is
-    the optimizer's. A further tree is a copy where the step returns as many. Other arguments are
-    the batch, apart from what stands beside states.
+    the optimizer's. A further tree is a copy where the step returns as many, and so is what comes
+    back in a parameter's shape. Other arguments are the batch, but for what stands beside states.
 
         0/params/up        bf16[64,128]    parameter
         0/masters/up       f32[64,128]     master
@@ -59,9 +59,9 @@ def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> 
     for number, leaf in enumerate(leaves):
         if leaf.role == "optimizer":
             placed[number] = optimizer_leaves(leaf.path, leaf.shape, layout, paths)
-            owners[number] = placed[number][0].parameter
-            sums = owners[number] is not None and _GRADIENT.search(leaf.path)
-            kinds[number] = "gradient" if sums else "optimizer"
+            owner = owners[number] = placed[number][0].parameter
+            state = "" if owner is None else leaf.path.removesuffix(layout.leaves[owner].path)
+            kinds[number] = "gradient" if _GRADIENT.search(state) else "optimizer"
     alike = find_trees(leaves, layout)
     trees = {path: tree for path, tree in alike.items() if kinds.keys().isdisjoint(tree)}
     returned = max(len(find_trees(program.outputs, layout)) - len(alike) + len(trees), 1)
@@ -71,6 +71,8 @@ def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> 
     for path, tree in trees.items():
         kinds |= dict.fromkeys(tree, tree_kinds[path])
         owners |= {number: index for index, number in enumerate(tree)}
+    for number, index, kind in _alone(leaves, program.outputs, kinds, owners, layout):
+        kinds[number], owners[number] = kind, index
     states = {leaves[number].owner for number in kinds}
     for number, leaf in enumerate(leaves):
         kind = kinds.get(number) or _rest(leaf, leaf.owner in states, layout)
@@ -115,7 +117,7 @@ def _tree_kinds(
         elif _PARAMETER.search(path) and path in own and "parameter" not in named.values():
             named[path] = "parameter"
     open_ = [path for path in own if path not in named]
-    bits = {path: max(item_bits(leaves[n].dtype) for n in tree) for path, tree in trees.items()}
+    bits = {path: sum(item_bits(leaves[n].dtype) for n in tree) for path, tree in trees.items()}
 
     def misplaced(path: str) -> int:
         parts = ((leaves[number], index) for index, number in enumerate(trees[path]))
@@ -129,6 +131,35 @@ def _tree_kinds(
         if bits[widest] > bits[parameter]:
             named[widest] = "master"
     return {path: named.get(path, "copy" if path in own else "other") for path in trees}
+
+
+def _alone(
+    leaves: Sequence[Argument],
+    results: Sequence[Argument],
+    kinds: Mapping[int, HeldKind],
+    owners: Mapping[int, int | None],
+    layout: Layout,
+) -> Iterator[tuple[int, int | None, HeldKind]]:
+    """Yield what comes back from the step in no tree like the parameters', leaf and kind for each.
+
+    A list of averages, or some layers' alone, is told by the shapes of its leaves; a master is
+    wider than its parameter.
+    """
+    new = returned_of(leaves, results)
+    taken = {new[leaves[n].path].path for n in kinds if leaves[n].path in new}
+    params = {owners[n]: leaves[n].dtype for n, kind in kinds.items() if kind == "parameter"}
+    has_masters = "master" in kinds.values()
+    for number, leaf in enumerate(leaves):
+        if number in kinds or leaf.path not in new or new[leaf.path].path in taken:
+            continue
+        alike = ((n, _shards(leaf, "copy", n, (), layout)) for n in params if n is not None)
+        if fits := {n: shapes for n, shapes in alike if shapes}:
+            index = next((n for n in fits if leaf.shard_shape in fits[n]), min(fits))
+            is_wide = item_bits(leaf.dtype) > item_bits(params[index]) and not has_masters
+            is_sum = _GRADIENT.search(leaf.path)
+            yield number, index, "gradient" if is_sum else "master" if is_wide else "copy"
+        else:
+            yield number, None, _rest(leaf, True, layout)
 
 
 def item_bits(dtype: str) -> int:

@@ -192,7 +192,7 @@ def audit(
     *,
     joins_examples: bool = False,
 ) -> AuditReport:
-    """Compare what a compiled step moves and keeps with what its layout and recipe ask for.
+    """Report what a compiled step moves and keeps, beside what its layout and recipe ask for.
 
     >>> compiled = step.lower(state, batch).compile()
     >>> zerojax.audit(compiled, layout).raise_if_problems()
@@ -206,9 +206,6 @@ def audit(
             open; none leaves the host's memory open too.
         joins_examples: whether the loss computes with examples of several devices, as contrastive
             losses do: activations that move for it are not judged, and a note counts them.
-
-    Returns:
-        A report with volume, memory and problems, each beside the theory; it prints as a table.
 
     Raises:
         TypeError: `compiled` is not compiled, or `recipe` is no recipe.

@@ -52,8 +52,7 @@ def restore(
             parameter of their path or the parameter's state, and others whole to its mesh.
         like: a tree of shapes with shardings, as `step.abstract_state()` returns, or of arrays and
             numbers; what comes back are arrays.
-        tx: the optimizer, wrapped by `sharded` or not; needed only where a leaf of a state of your
-            own loop may be padded or not, which an error then says.
+        tx: as for `save`.
         partial: leave what `like` does not ask for in the checkpoint, as for the parameters alone.
 
     Raises:

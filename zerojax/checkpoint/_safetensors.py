@@ -160,7 +160,7 @@ def write_safetensors(
 def export_safetensors(
     directory: str | os.PathLike[str], path: str | os.PathLike[str], *, part: str | None = None
 ) -> Path:
-    """Write the whole, logical weights of a checkpoint to a safetensors file.
+    """Write the whole, logical weights of a checkpoint to a safetensors file; return its path.
 
     Holds one tensor at a time. Needs no accelerator and no code of the model. A leaf `layers/qkv`
     is the tensor `layers.qkv`.
@@ -170,9 +170,6 @@ def export_safetensors(
         path: `NAME.safetensors`.
         part: the leaves below this path: "params", "masters", "opt_state/0/mu". Left out, it is
             the parameters of a train state, or all that there is.
-
-    Returns:
-        The file.
 
     Raises:
         DamagedCheckpointError: a file of the checkpoint is not what was written.

@@ -84,17 +84,15 @@ class Layout(Shown, TreeLayout):
     def bytes_per_device(
         self, tx: Any, recipe: Recipe | None = None, *, stored: bool = True
     ) -> dict[str, int]:
-        """Count the bytes of the model states that one device holds, by kind.
+        """Return the bytes of model states that one device holds, by kind, and their `total`.
+
+        Kinds are `parameters`, `masters`, `optimizer` and `gradients`, whole or cut by the stage.
 
         Args:
             tx: the optimizer.
             recipe: of the train step; masters are counted where its precision keeps them.
             stored: True for the train step, which pads parameters that no dim divides at stage 3;
                 False for a loop of the user's own around `sharded`, which keeps them whole.
-
-        Returns:
-            Bytes of `parameters`, `gradients` (while they are whole or partitioned as the stage
-            says), `masters`, `optimizer` and their `total`.
         """
         return self.describe(tx, recipe, stored=stored).bytes
 

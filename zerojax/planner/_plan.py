@@ -143,10 +143,9 @@ def search_plans(
     >>> print(found[0])  # the fastest
 
     Args:
-        params, tx, num_devices, hardware: as for `plan`.
+        params, tx, num_devices, hardware, workload: as for `plan`.
         recipe: what it chooses holds; what it leaves open (remat, offload, reshard_after_forward,
             microbatches) is searched.
-        workload: as for `plan`.
         memory_limit: bytes per device that a step may take; the device's memory by default.
         space: what to go through.
 

@@ -45,14 +45,14 @@ def initialize(
     patience: float = PATIENCE,
     wait: float = WAIT,
 ) -> int:
-    """Connect this process with the others of its run; call it before anything else uses jax.
+    """Connect this process with the others of its run; returns how many there are.
 
-    It is `jax.distributed.initialize`, after which all processes end when one does: killed, stopped
-    or out of the network it is missed after `patience` seconds, and an error is told at once.
-    SIGTERM ends a process that has no handler: jax's preemption service, which takes it, is off.
-    Without arguments the others are those of `zerojax launch`, or jax finds them by itself: under
-    Slurm and Open MPI, in Kubernetes (GKE) and on TPU pods. Where it finds none, and with
-    `num_processes=1`, this process is alone.
+    It is `jax.distributed.initialize`, called before anything else uses jax, after which all end
+    when one does: killed, stopped or out of the network it is missed after `patience` seconds, and
+    an error is told at once. SIGTERM ends a process that has no handler: jax's preemption
+    service, which takes it, is off. Without arguments the others are those of `zerojax launch`, or
+    jax finds them by itself: under Slurm and Open MPI, in Kubernetes (GKE) and on TPU pods. Where
+    it finds none, and with `num_processes=1`, this process is alone.
 
     Args:
         coordinator: `HOST:PORT` of process 0, where it listens; a loopback address keeps to it.
@@ -60,9 +60,6 @@ def initialize(
         process_id: which of them this one is, from 0.
         patience: seconds.
         wait: seconds that all have to start, from the first one on.
-
-    Returns:
-        The number of processes.
 
     Raises:
         ValueError: some of the three are missing, and can't be found, or are no such numbers.

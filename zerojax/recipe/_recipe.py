@@ -28,9 +28,9 @@ class Recipe:
         reduce: "each" sums every microbatch's gradients over devices into a partitioned
             accumulator, which is stage 2's memory; the loss sees the whole microbatch. "once" sums
             over devices once per step, from an accumulator that is whole on each device; the loss
-            sees one device's examples at a time, as data parallelism in other frameworks has it,
-            so it must be a mean over examples, which is checked, and can't constrain shardings over
-            the batch axes. None is "once" at stages 0 and 1 with several microbatches, else "each".
+            sees one device's examples at a time. So it must be a mean over examples, which is
+            checked, and can't constrain shardings over the batch axes. None is "once" at stages 0
+            and 1 with several microbatches, else "each".
         clip_norm: largest global norm of the gradients, as the metric `grad_norm` counts it.
         skip_nonfinite: whether a step whose gradients are not finite leaves parameters, optimizer
             state and the model's state as they were; with a loss scale that is always so.

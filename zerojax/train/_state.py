@@ -138,12 +138,11 @@ def _count_of(step: Any) -> str:
 def unpad(tree: PyTree, layout: Layout) -> PyTree:
     """Return the logical leaves of a tree like the parameters: stored padding is cut off.
 
+    A leaf that was padded comes back whole on every device.
+
     Args:
         tree: `state.params`, `state.masters`, or anything of that structure.
         layout: the placement that the tree was stored under.
-
-    Returns:
-        The tree with logical shapes. A leaf that was padded comes back whole on every device.
 
     Raises:
         ValueError: a leaf is missing, too many or of another shape; it is named.

@@ -112,13 +112,10 @@ class TrainStep(Shown):
         return self._call("step", state, batch)
 
     def evaluate(self, state: TrainState, batch: PyTree) -> Any:
-        """Compute the loss of logical parameters, a scalar on every device; nothing is changed.
+        """Return the loss, a scalar on every device, or with `has_aux` `(loss, aux)`.
 
-        The arguments are those of a step; the batch is one, whatever the number of microbatches.
-        A loss that asks for a key and has a default for it gets none.
-
-        Returns:
-            The loss; with `has_aux`, `(loss, aux)`.
+        The arguments are those of a step, and nothing is changed. The batch is one, whatever the
+        number of microbatches. A loss that has a default for its key gets none.
         """
         return self._call("evaluate", state, batch)
 

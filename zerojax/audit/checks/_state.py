@@ -95,6 +95,20 @@ def note_undivided(evidence: Evidence) -> Iterator[str]:
         )
 
 
+def note_others(evidence: Evidence) -> Iterator[str]:
+    """Name what stands beside the states, of no leaf's shape, and is whole on every device."""
+    large = [
+        x.argument for x in evidence.held if x.kind == "other" and x.elements >= evidence.floor
+    ]
+    whole = [x for x in large if x.shard_shape == x.shape]
+    if whole and evidence.layout.partitions("optimizer"):
+        yield (
+            f"{sum(x.shard_bytes for x in whole):,} B beside the states are whole on every device, "
+            f"{some([f'{x.path} {list(x.shape)}' for x in whole])}: what is as large as parameters "
+            "(a history of them, a frozen base) can be cut as they are"
+        )
+
+
 def check_donation(evidence: Evidence) -> Iterator[Problem]:
     """Check that a state gives its buffer to what replaces it."""
     taken = {None, *evidence.module.aliases}

@@ -38,6 +38,7 @@ NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _volume.note_recipe,
     _dtype.note_dtypes,
     _state.note_undivided,
+    _state.note_others,
 )
 
 

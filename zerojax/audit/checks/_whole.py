@@ -81,7 +81,6 @@ def whole_carries(evidence: Evidence) -> list[tuple[int, Carry]]:
 #: The share of the partitioned parameters that may be kept: the last weights of a forward pass are
 #: the first of the backward pass, and keeping those costs nothing.
 KEPT_SHARE = 0.1
-HOISTED_SHARE = 0.01
 
 
 def check_hoisted(evidence: Evidence) -> Iterator[Problem]:
@@ -89,7 +88,7 @@ def check_hoisted(evidence: Evidence) -> Iterator[Problem]:
     found = _whole_stacks(evidence) if evidence.layout.partitions("parameter") else []
     total = sum(move.record.elements for move in found)
     # Libtpu gathers a small leaf along a new dim, which can look like a stack of layers.
-    if not found or total < HOISTED_SHARE * evidence.partitioned_elements:
+    if not found or total < SHARE * evidence.partitioned_elements:
         return
     largest = max(found, key=lambda move: move.record.elements)
     leaf = evidence.layout.leaves[largest.match.leaves[0]]

@@ -27,6 +27,8 @@ _CALL = "gather_where_used(loss_fn, layout)"
 def gather_where_used(loss_fn: LossFn, layout: Layout, recipe: Recipe | None = None) -> LossFn:
     """Make `loss_fn(params, *args)` take stored parameters, and gather each where it is used.
 
+    Its gradients are stored shards, or lie as Explicit parameters.
+
     >>> grads = jax.grad(zerojax.gather_where_used(loss_fn, layout))(params, batch)
 
     Args:
@@ -34,9 +36,6 @@ def gather_where_used(loss_fn: LossFn, layout: Layout, recipe: Recipe | None = N
         layout: the placement; at stage 3 the parameters come partitioned, else whole.
         recipe: of it `reshard_after_forward` and the dtypes in which weights are gathered and
             gradients summed.
-
-    Returns:
-        A function of stored parameters; gradients are stored shards, or lie as Explicit parameters.
 
     Raises:
         ValueError: narrow gathers, or weights kept gathered, below stage 3.
