@@ -221,3 +221,11 @@ def test_the_table_fits_80_columns(target):
     assert "not measured" in text
     assert re.search(r"a step of [\d.]+ ms waits for its links for [\d.]+ ms \(", text)
     assert "exposed ms" in text
+    assert ("of the first: " in " ".join(text.split())) == (schedule.exposed_share >= 0.1)
+
+
+def test_the_table_says_what_may_hide_what_a_step_waits_for():
+    schedule = evidence_of("h100", stage=2).schedule
+    assert schedule is not None
+    slow = dataclasses.replace(schedule, exposed_seconds=schedule.work_seconds)
+    assert slow.collectives[0].remedy in str(schedule_table(slow).caption)

@@ -15,7 +15,7 @@ from zerojax.audit._memory import BESIDE, HostTraffic, MemoryReport, beside, mem
 from zerojax.audit._program import Program
 from zerojax.audit._schedule import ScheduleReport
 from zerojax.audit._traffic import Move
-from zerojax.audit.checks import NOTES, find_problems
+from zerojax.audit.checks import EXPOSED, NOTES, find_problems
 from zerojax.hlo import Collective, sum_moved
 from zerojax.layout import Layout, check_layout
 from zerojax.recipe import Recipe
@@ -90,7 +90,9 @@ def schedule_table(schedule: ScheduleReport) -> Table:
         beside = one.beside_source.rpartition("/")[2] or one.beside or "nothing"
         times = (f"{seconds * 1e3:.2f}" for seconds in (one.link_seconds, one.exposed_seconds))
         table.add_row(one.op, ", ".join(one.leaves) or "no leaf", beside, *times)
-    table.caption = schedule.summary
+    first = schedule.collectives[0]
+    advice = f"; of the first: {first.remedy}" if schedule.exposed_share >= EXPOSED else ""
+    table.caption = schedule.summary + advice
     return table
 
 

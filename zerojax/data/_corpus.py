@@ -112,14 +112,10 @@ def find_files(inputs: Iterable[StrPath]) -> list[Path]:
 
 
 def _files_in(path: Path) -> list[Path]:
-    if path.is_dir():
-        return [file for file in _walk(path) if file.is_file() and _is_text(file)]
+    if path.is_dir():  # of text no byte is 0
+        files = (file for file in _walk(path) if file.is_file())
+        return [file for file in files if np.fromfile(file, np.uint8, 8192).all()]
     return [path] if path.is_file() else []
-
-
-def _is_text(path: Path) -> bool:
-    with path.open("rb") as file:
-        return b"\0" not in file.read(8192)
 
 
 def _walk(root: Path, leave_out: Container[str] = ()) -> Iterator[Path]:
