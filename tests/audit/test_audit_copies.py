@@ -9,7 +9,18 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from tests.audit.audit_programs import BATCH, PAIR, TX, WIDTH, layer, mse, pair_loss, shapes_of
+from tests.audit.audit_programs import (
+    BATCH,
+    HIDDEN,
+    LIST,
+    PAIR,
+    TX,
+    WIDTH,
+    layer,
+    mse,
+    pair_loss,
+    shapes_of,
+)
 from zerojax.audit import audit
 
 X = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
@@ -73,20 +84,21 @@ PACKED = {
 }
 
 
-def carrying(layout, carried, at, update, dtype=jnp.float32):
+def carrying(layout, carried, at, update, dtype=jnp.float32, loss=pair_loss):
     """Compile a step that carries something beside parameters and states."""
     tx = zerojax.sharded(TX, layout)
 
-    def step(params, carried, opt_state, x):
-        grads = jax.grad(zerojax.gather_where_used(pair_loss, layout))(params, x)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params, carried = update(zerojax.apply_updates(params, updates, layout), carried)
-        return params, carried, opt_state
+    def step(params, state, x):
+        grads = jax.grad(zerojax.gather_where_used(loss, layout))(params, x)
+        updates, opt_state = tx.update(grads, state["opt"], params)
+        params, carried = update(zerojax.apply_updates(params, updates, layout), state["held"])
+        return params, {"held": carried, "opt": opt_state}
 
-    places = (layout.params, at, layout.opt_state(TX))
-    shapes = (layout.shapes, carried, jax.eval_shape(TX.init, layout.shapes), X.update(dtype=dtype))
+    places = (layout.params, {"held": at, "opt": layout.opt_state(TX)})
+    state = {"held": carried, "opt": jax.eval_shape(TX.init, layout.shapes)}
     given = {"in_shardings": (*places, layout.batch), "out_shardings": places}
-    return jax.jit(step, donate_argnums=(0, 1, 2), **given).lower(*shapes).compile()
+    jitted = jax.jit(step, donate_argnums=(0, 1), **given)
+    return jitted.lower(layout.shapes, state, X.update(dtype=dtype)).compile()
 
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "cut"])
@@ -128,6 +140,27 @@ def test_masters_are_wider_than_their_parameters_if_some_are_not(mesh8, pack):
     assert not any(p.kind == "precision" for p in whole.problems)
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_what_has_a_parameters_shape_by_chance_is_no_state(mesh8, is_cut):
+    """Statistics of BatchNorm, what a recurrent layer carries of examples, a covariance."""
+    layout = zerojax.make_layout(shapes_of(LIST), mesh8, stage=2)
+    held = {"mean": (HIDDEN,), "hidden": PAIR["down"], "mask": PAIR["up"]}
+    at = dict.fromkeys(held, layout.batch if is_cut else layout.sharding(P()))
+    dtypes = {"mean": jnp.float32, "hidden": jnp.float32, "mask": jnp.bool_}
+    shapes = {name: jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in held.items()}
+
+    def loss(params, x):
+        y = x
+        for weights in params.values():
+            y = layer(weights, y)
+        return mse(y, x)
+
+    def update(params, held):
+        return params, {**held, "hidden": jnp.tanh(held["hidden"] * 0.9)}
+
+    assert audit(carrying(layout, shapes, at, update, loss=loss), layout).problems == ()
+
+
 def test_what_has_no_parameters_shape_is_noted(make):
     """Four copies in one array, say: the layout says nothing of it."""
     layout = make(2)
@@ -139,7 +172,7 @@ def test_what_has_no_parameters_shape_is_noted(make):
     at = {"history": layout.sharding(P())}
     report = audit(carrying(layout, held, at, update), layout)
     assert report.problems == ()
-    assert any("1/history" in note and "can be cut" in note for note in report.notes)
+    assert any("1/held/history" in note and "can be cut" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("stage", range(4))

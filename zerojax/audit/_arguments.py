@@ -71,7 +71,7 @@ def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> 
     for path, tree in trees.items():
         kinds |= dict.fromkeys(tree, tree_kinds[path])
         owners |= {number: index for index, number in enumerate(tree)}
-    for number, index, kind in _alone(leaves, program.outputs, kinds, owners, layout):
+    for number, (index, kind) in _alone(leaves, program.outputs, kinds, owners, layout).items():
         kinds[number], owners[number] = kind, index
     states = {leaves[number].owner for number in kinds}
     for number, leaf in enumerate(leaves):
@@ -139,27 +139,30 @@ def _alone(
     kinds: Mapping[int, HeldKind],
     owners: Mapping[int, int | None],
     layout: Layout,
-) -> Iterator[tuple[int, int | None, HeldKind]]:
-    """Yield what comes back from the step in no tree like the parameters', leaf and kind for each.
+) -> dict[int, tuple[int, HeldKind]]:
+    """Return states in no tree like the parameters', as a list of averages: their leaves and kinds.
 
-    A list of averages, or some layers' alone, is told by the shapes of its leaves; a master is
-    wider than its parameter.
+    They are matrices of parameters' shapes that come back, together at least a third as large as
+    the parameters: what has such a shape by chance is less. Masters are wider than parameters.
     """
-    new = returned_of(leaves, results)
+    new, states = returned_of(leaves, results), {leaves[n].owner for n in kinds}
     taken = {new[leaves[n].path].path for n in kinds if leaves[n].path in new}
+    back = {path for path, result in new.items() if result.path not in taken}
     params = {owners[n]: leaves[n].dtype for n, kind in kinds.items() if kind == "parameter"}
-    has_masters = "master" in kinds.values()
+    has_masters, found = "master" in kinds.values(), dict[int, tuple[int, HeldKind]]()
     for number, leaf in enumerate(leaves):
-        if number in kinds or leaf.path not in new or new[leaf.path].path in taken:
+        is_matrix = len(leaf.shape) > 1 and leaf.dtype.startswith(("float", "bfloat", "complex"))
+        is_batch = not leaf.donated and leaf.owner not in states
+        if leaf.path not in back or is_batch or not is_matrix:
             continue
         alike = ((n, _shards(leaf, "copy", n, (), layout)) for n in params if n is not None)
         if fits := {n: shapes for n, shapes in alike if shapes}:
             index = next((n for n in fits if leaf.shard_shape in fits[n]), min(fits))
             is_wide = item_bits(leaf.dtype) > item_bits(params[index]) and not has_masters
             is_sum = _GRADIENT.search(leaf.path)
-            yield number, index, "gradient" if is_sum else "master" if is_wide else "copy"
-        else:
-            yield number, None, _rest(leaf, True, layout)
+            found[number] = index, "gradient" if is_sum else "master" if is_wide else "copy"
+    covered = sum(math.prod(leaves[number].shape) for number in found)
+    return found if 3 * covered >= layout.num_params else {}
 
 
 def item_bits(dtype: str) -> int:

@@ -113,8 +113,7 @@ def find_files(inputs: Iterable[StrPath]) -> list[Path]:
 
 def _files_in(path: Path) -> list[Path]:
     if path.is_dir():  # of text no byte is 0
-        files = (file for file in _walk(path) if file.is_file())
-        return [file for file in files if np.fromfile(file, np.uint8, 8192).all()]
+        return [x for x in _walk(path) if x.is_file() and np.fromfile(x, np.uint8, 8192).all()]
     return [path] if path.is_file() else []
 
 

@@ -62,7 +62,7 @@ def check_reduction(evidence: Evidence) -> Iterator[Problem]:
     reaches = evidence.origins.are_of_examples
     # A leaf that the user cuts over the batch axes has a part for each device, as experts have.
     trained = {
-        leaf: values.values()
+        leaf: [value for kind, value in values.items() if kind != "copy"]
         for leaf, values in evidence.updated.items()
         if axes.isdisjoint(itertools.chain(*layout.leaves[leaf].entries))
     }

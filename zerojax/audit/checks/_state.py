@@ -104,8 +104,7 @@ def note_others(evidence: Evidence) -> Iterator[str]:
     if whole and evidence.layout.partitions("optimizer"):
         yield (
             f"{sum(x.shard_bytes for x in whole):,} B beside the states are whole on every device, "
-            f"{some([f'{x.path} {list(x.shape)}' for x in whole])}: what is as large as parameters "
-            "(a history of them, a frozen base) can be cut as they are"
+            f"{some([f'{x.path} {list(x.shape)}' for x in whole])}: a history, say, can be cut"
         )
 
 

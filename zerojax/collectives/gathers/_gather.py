@@ -34,8 +34,8 @@ def gather_where_used(loss_fn: LossFn, layout: Layout, recipe: Recipe | None = N
     Args:
         loss_fn: the user's function of logical parameters.
         layout: the placement; at stage 3 the parameters come partitioned, else whole.
-        recipe: of it `reshard_after_forward` and the dtypes in which weights are gathered and
-            gradients summed.
+        recipe: of it `reshard_after_forward`, `precision.gather` and `precision.reduce`; what else
+            it says is for the loop to do.
 
     Raises:
         ValueError: narrow gathers, or weights kept gathered, below stage 3.
