@@ -285,7 +285,15 @@ def if_several(params, batch):
     return jnp.mean(jnp.tanh(z) if len(z) > 1 else z)
 
 
-@pytest.mark.parametrize("loss", [squeezed, if_several])
+def by_another(params, batch):
+    return jnp.mean(logits(params, batch) ** 2) * (2 if len(batch["y"]) == 1 else 1)
+
+
+def to_another(params, batch):
+    return jnp.mean(logits(params, batch) ** (2 if len(batch["y"]) == 1 else 3))
+
+
+@pytest.mark.parametrize("loss", [squeezed, if_several, by_another, to_another])
 def test_what_python_makes_of_a_single_example_is_seen(loss, mesh8):
     lowered(mesh8, loss, 1, "once")
     with pytest.raises(ValueError, match=r"for a single example: .*test_separable\.py:"):

@@ -22,22 +22,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend import core
 
 from zerojax import _examples
 from zerojax._jaxpr import bodies, called, is_real, is_variable, opened, scan_parts
 from zerojax._primitives import primitives
 from zerojax._tree import is_key
 from zerojax._types import PyTree
-from zerojax.collectives.gradients import _mixing, _rules
+from zerojax.collectives.gradients import _mixing, _rules, _traces
 from zerojax.collectives.gradients._mixing import Value, meet
-from zerojax.collectives.gradients._traces import (
-    DIFFERS,
-    Refused,
-    check_params,
-    differs_alone,
-    trace_loss,
-    varying,
-)
+from zerojax.collectives.gradients._traces import Refused
 
 #: What a loss should be where parts of the batch are averaged.
 REMEDY = (
@@ -67,10 +61,14 @@ def why_no_mean(
         *jax.tree.leaves(jax.tree.map(given, batch, is_leaf=_examples.is_whole)),
     ]
 
+    def trace(size: int) -> core.ClosedJaxpr:
+        return _traces.trace_loss(loss_fn, params, batch, size, num_parts)
+
     def why(times: int) -> Refused | None:
         try:
-            one, two = (trace_loss(loss_fn, params, batch, few * n, num_parts) for n in (1, times))
-            (loss,) = _Reader(few, times).run(one, two, values)
+            (loss,) = _Reader(few, times).run(trace(few), trace(few * times), values)
+            if not loss.degree and _examples.num_examples(batch) == 1:
+                return _traces.differs_alone(*map(trace, (1, 2, 4)))
         except Refused as refused:
             return refused
         grows = f"it grows with the number of examples (to the power {loss.degree:g})"
@@ -78,9 +76,7 @@ def why_no_mean(
 
     refused = why(max(count * num_parts, 2))
     # JAX may sort many examples otherwise than few: of sizes near to each other more is told.
-    if refused or _examples.num_examples(batch) != 1:
-        return refused and (why(2) or refused)
-    return differs_alone(*(trace_loss(loss_fn, params, batch, n, num_parts) for n in (1, 2)))
+    return refused and (why(2) or refused)
 
 
 def _held(eqn: Any) -> Any:
@@ -126,14 +122,14 @@ class _Reader:
         """Return what is known of a program's results, from what is known of its inputs."""
         (one, mine), (two, others) = opened(one), opened(two)
         if (len(one.eqns), len(mine)) != (len(two.eqns), len(others)):
-            raise Refused(DIFFERS)
+            raise Refused(_traces.DIFFERS)
         known = dict(zip(one.invars, values, strict=True))
         same = (_constant(a, b, self.times) for a, b in zip(mine, others, strict=True))
         known.update(zip(one.constvars, same, strict=True))
 
         def read(atoms: Sequence[Any], same: Sequence[Any]) -> list[Value]:
             if [*map(is_variable, atoms)] != [*map(is_variable, same)]:
-                raise Refused(DIFFERS)
+                raise Refused(_traces.DIFFERS)
             return [
                 known[a] if is_variable(a) else _constant(a.val, b.val, self.times)
                 for a, b in zip(atoms, same, strict=True)
@@ -186,12 +182,12 @@ class _Reader:
             return self.run(first, second, [*consts, *values[sum(lengths) :]])
         if name == "select_n" and values[0].zero:  # of x[:, t]: select_n (lt 0 0) 0 16
             return [values[1]]
-        dims = [varying(a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
-        outs = [varying(a, b) for a, b in zip(eqn.outvars, other.outvars, strict=True)]
+        dims = [_traces.varying(a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
+        outs = [_traces.varying(a, b) for a, b in zip(eqn.outvars, other.outvars, strict=True)]
         fresh = any(value.fresh for value in values)
         of_examples = any(dim is not None for dim in (*dims, *outs))
         if not of_examples:
-            check_params(eqn, other)
+            _traces.check_params(eqn, other)
         if not of_examples and not any(value.pooled or value.degree for value in values):
             zero = bool(values) and all(value.zero for value in values)
             zero = zero and (name in _mixing.LINEAR or name in ("gt", "lt", "ne"))
@@ -208,7 +204,7 @@ class _Reader:
         _mixing.check_operands(name, values, of_examples=of_examples)
         found = [_mixing.result_of(eqn, values, dims, out, self.num_examples) for out in outs]
         if of_examples:
-            check_params(eqn, other, dims[0] if dims else None, grows=True)
+            _traces.check_params(eqn, other, dims[0] if dims else None, grows=True)
             for one, two, dim in zip(eqn.outvars, other.outvars, outs, strict=True):
                 if dim is not None and one.aval.shape[dim] * self.times != two.aval.shape[dim]:
                     raise Refused("it computes with the number of examples")
@@ -220,7 +216,7 @@ class _Reader:
 
         def gradients(atoms: Any, others: Any, values: list[Value]) -> list[Value]:
             known = zip(atoms, others, values, strict=True)
-            real = ((v, varying(a, b)) for a, b, v in known if is_real(a))
+            real = ((v, _traces.varying(a, b)) for a, b, v in known if is_real(a))
             return [_rules.gradient_of(v, dim) for v, dim in real]
 
         given = gradients(eqn.outvars, other.outvars, found)
@@ -238,7 +234,7 @@ class _Reader:
     def _shards(self, eqn: Any, other: Any, values: list[Value]) -> list[Value]:
         """Read what each device does with its part of the examples, of which all have as many."""
         inner = eqn.params["jaxpr"].invars
-        dims = [varying(a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
+        dims = [_traces.varying(a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
         found = zip(eqn.invars, inner, dims, strict=True)
         parts = {x.aval.shape[d] // own.aval.shape[d] for x, own, d in found if d is not None}
         if len(parts) != 1:
