@@ -47,6 +47,10 @@ class Problem:
         parts = (f"  {name}: {getattr(self, name)}" for name in ("seen", "expected", "remedy"))
         return wrapped(f"{self.kind}: {self.where}", *parts)
 
+    def __contains__(self, words: str) -> bool:
+        """Whether its text has some words: `any("optimizer" in p for p in report.problems)`."""
+        return words in " ".join(str(self).split())
+
 
 class Evidence:
     """A program, the layout that it should follow, and what was read off them.

@@ -150,18 +150,15 @@ class HostTraffic:
 def traffic_of(evidence: Evidence) -> HostTraffic:
     """Count what a program moves to and from the host; an unknown loop counts once."""
     moves = list(find_host_moves(evidence.module))
-    return HostTraffic(
-        to_host=sum(m.to_host * m.runs for m in moves),
-        from_host=sum(m.from_host * m.runs for m in moves),
-        updated=sum((m.to_host + m.from_host) * m.runs for m in moves if m.is_computed),
-        theory=_updated_theory(evidence),
-    )
-
-
-def _updated_theory(evidence: Evidence) -> int:
     states = [one for one in evidence.states("master", "optimizer") if one.on_host]
     owners = {one.parameter for one in states if one.parameter is not None}
     has_masters = bool(evidence.states("master"))
     leaves, bits = evidence.layout.leaves, evidence.parameter_bits
     held = {n: bits.get(n, item_bits(str(leaves[n].dtype))) / 8 for n in owners}
-    return round(host_theory(evidence.layout, evidence.recipe, held, has_masters=has_masters))
+    theory = host_theory(evidence.layout, evidence.recipe, held, has_masters=has_masters)
+    return HostTraffic(
+        to_host=sum(m.to_host * m.runs for m in moves),
+        from_host=sum(m.from_host * m.runs for m in moves),
+        updated=sum((m.to_host + m.from_host) * m.runs for m in moves if m.is_computed),
+        theory=round(theory),
+    )

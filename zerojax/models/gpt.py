@@ -89,8 +89,7 @@ def check_parts(config: Config, num_parts: int) -> None:
         )
 
 
-_FILE = resources.files("zerojax.models").joinpath("presets.toml")
-_TABLE = tomllib.loads(_FILE.read_text("utf-8"))
+_TABLE = tomllib.loads((resources.files("zerojax.models") / "presets.toml").read_text("utf-8"))
 PRESETS: Mapping[str, Config] = {name: Config(**sizes) for name, sizes in _TABLE.items()}
 _gpt2 = functools.partial(Config, vocab_size=50257, context=1024)
 
