@@ -75,6 +75,36 @@ def test_an_average_gives_its_buffer_to_the_next_one(make):
         assert all("donate_argnums=0" in p.remedy for p in report.problems)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("average", "own"), [("ema", "net"), ("z_ema", "net"), ("ema", "params")])
+def test_weights_are_what_the_loss_reads_whatever_the_names(make, stage, average, own):
+    """A whole average is told, though it comes first; one that is narrower and cut is not."""
+    layout = make(stage)
+    tx = zerojax.sharded(TX, layout)
+    everywhere = jax.tree.map(lambda _: layout.sharding(P()), layout.masters)
+    low = jax.tree.map(lambda x: x.update(dtype=jnp.bfloat16), layout.shapes)
+
+    def step(state, x):
+        grads = jax.grad(pair_loss)(state[own], x)
+        updates, opt_state = tx.update(grads, state["opt"], state[own])
+        params = zerojax.apply_updates(state[own], updates, layout)
+        mean = jax.tree.map(
+            lambda e, p: (0.9 * e + 0.1 * p).astype(e.dtype), state[average], params
+        )
+        return {own: params, average: mean, "opt": opt_state}
+
+    state = {own: layout.shapes, "opt": jax.eval_shape(TX.init, layout.shapes)}
+    for shapes, at in ((layout.shapes, everywhere), (low, layout.masters)):
+        place = {own: layout.params, average: at, "opt": layout.opt_state(TX)}
+        given = {"in_shardings": (place, layout.batch), "out_shardings": place}
+        compiled = jax.jit(step, donate_argnums=0, **given).lower({**state, average: shapes}, X)
+        found = [
+            (p.kind, f"copy: 2 leaves, the largest 0/{average}" in p)
+            for p in audit(compiled.compile(), layout).problems
+        ]
+        assert found == ([("placement", True)] if at is everywhere else [])
+
+
 #: How a state may be packed in which each leaf belongs to a parameter.
 PACKED = {
     "in a list": lambda tree: [tree[name] for name in sorted(tree)],

@@ -44,7 +44,7 @@ def test_a_sum_beside_the_program_is_no_device_s_own(spelling, reduced):
         kind="batch", argument=SimpleNamespace(number=0, shape=(64,), shard_shape=(8,))
     )
     value = Value(Frame(computation=module.entry), "new", None)
-    assert Origins(module, [batch], []).are_of_examples([value]) is not reduced
+    assert Origins(module, [batch], [], []).are_of_examples([value]) is not reduced
 
 
 def test_a_slice_beside_the_program_is_followed():
@@ -66,4 +66,4 @@ def test_a_slice_beside_the_program_is_followed():
         kind="batch", argument=SimpleNamespace(number=0, shape=(64,), shard_shape=(8,))
     )
     value = Value(Frame(computation=module.entry), "new", None)
-    assert Origins(module, [batch], []).are_of_examples([value])
+    assert Origins(module, [batch], [], []).are_of_examples([value])

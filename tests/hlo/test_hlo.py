@@ -336,3 +336,15 @@ def test_shapes_of_every_kind_of_type():
     assert parse_shapes("f8e4m3fn[4]")[0].bits == 8
     assert parse_shapes("s4[4]")[0].bits == 4
     assert parse_shapes("q9[4]")[0].bits is None
+
+
+def test_reductions_that_are_added_up_are_told_whatever_their_number():
+    """Such as the norms of 1,500 leaves: the first is counted, the others could go with it."""
+    count = 1500
+    reduced = [f"%r{i} = {REDUCE.replace('%v', '%x')}" for i in range(count)]
+    sums = [
+        f"%s{i} = f32[8] add(%{f's{i - 1}' if i > 1 else 'r0'}, %r{i})" for i in range(1, count)
+    ]
+    program = wrap("%x = f32[8] parameter(0)", *reduced, *sums[:-1], f"ROOT {sums[-1]}")
+    records = parse_collectives(program).records
+    assert [record.is_added for record in records] == [False, *[True] * (count - 1)]

@@ -3,14 +3,14 @@
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from zerojax._tree import path_ends
 from zerojax._types import Kind, Shape
 from zerojax.audit._program import Argument, Program
-from zerojax.hlo import element_bits
+from zerojax.hlo import HANDS_ON, Frame, Value, element_bits, uses_of
 from zerojax.layout import Layout, LeafLayout, optimizer_leaves
 
 HeldKind = Literal["parameter", "master", "optimizer", "gradient", "copy", "batch", "other"]
@@ -19,6 +19,9 @@ STATES: tuple[HeldKind, ...] = ("parameter", "master", "optimizer", "gradient", 
 _MASTER = re.compile(r"(^|[/_])(master|fp32)", re.IGNORECASE)
 _GRADIENT = re.compile(r"(^|[/_])(grad|acc_grad|accum)", re.IGNORECASE)
 _PARAMETER = re.compile(r"(^|/)(params|parameters|weights|model)(/|$)", re.IGNORECASE)
+#: What computes with weights, as with no mask; compilers call libraries for products.
+WEIGHS = ("dot", "convolution", "custom-call", "gather", "all-gather", "all-gather-start")
+LAYERS = HANDS_ON | {"concatenate", "dynamic-slice"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +40,13 @@ class Held:
         return math.prod(self.argument.shape)
 
 
-def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> Iterator[Held]:
-    """Yield what every argument leaf is; `hosted` are numbers of those in the host's memory.
+def classify(program: Program, layout: Layout) -> Iterator[Held]:
+    """Yield what every argument leaf of a program is.
 
     Trees with the layout's paths and shapes are parameters, masters or gradients, told apart by
-    name, else by dtype: of two the narrower is the parameters'. What lies within an optax state is
-    the optimizer's. A further tree is a copy where the step returns as many, and so is what comes
-    back in a parameter's shape. Other arguments are the batch, but for what stands beside states.
+    name, else by what is multiplied and by dtype: parameters are the narrower. What lies within an
+    optax state is the optimizer's. A further tree is a copy where the step returns as many, and so
+    is what comes back in a parameter's shape. The rest is the batch, or stands beside states.
 
         0/params/up        bf16[64,128]    parameter
         0/masters/up       f32[64,128]     master
@@ -67,7 +70,8 @@ def classify(program: Program, layout: Layout, hosted: Collection[int] = ()) -> 
     returned = max(len(find_trees(program.outputs, layout)) - len(alike) + len(trees), 1)
     if layout.leaves[0].path == ".":  # any array of its shape looks like it, a batch too
         trees = dict(itertools.islice(trees.items(), returned))
-    tree_kinds = _tree_kinds(leaves, trees, layout, returned)
+    tree_kinds = _tree_kinds(program, trees, layout, returned)
+    hosted = program.module.host_parameters
     for path, tree in trees.items():
         kinds |= dict.fromkeys(tree, tree_kinds[path])
         owners |= {number: index for index, number in enumerate(tree)}
@@ -99,14 +103,23 @@ def find_trees(leaves: Sequence[Argument], layout: Layout) -> dict[str, list[int
     return found
 
 
+def is_read(program: Program, leaf: Argument) -> bool:
+    """Return whether a program computes with an argument as a loss does with its weights."""
+    if leaf.number is None:
+        return False
+    entry = program.module.entry
+    value = Value(Frame(computation=entry), entry.parameters[leaf.number].name, None)
+    return any(x.instruction.opcode in WEIGHS for x in uses_of(program.module, value, LAYERS))
+
+
 def _tree_kinds(
-    leaves: Sequence[Argument], trees: Mapping[str, Sequence[int]], layout: Layout, returned: int
+    program: Program, trees: Mapping[str, Sequence[int]], layout: Layout, returned: int
 ) -> dict[str, HeldKind]:
     """Return which trees are parameters, masters, gradients and copies.
 
     Those are `returned`: of more trees the last are of the batch, a reference say.
     """
-    named: dict[str, HeldKind] = {}
+    named, leaves = dict[str, HeldKind](), program.inputs
     # What is given away comes back; a reference may stand before it.
     own = sorted(trees, key=lambda path: not leaves[trees[path][0]].donated)[:returned]
     for path in trees:
@@ -119,12 +132,14 @@ def _tree_kinds(
     open_ = [path for path in own if path not in named]
     bits = {path: sum(item_bits(leaves[n].dtype) for n in tree) for path, tree in trees.items()}
 
-    def misplaced(path: str) -> int:
-        parts = ((leaves[number], index) for index, number in enumerate(trees[path]))
-        return sum(x.shard_shape not in _shards(x, "parameter", i, (), layout) for x, i in parts)
+    def rank(path: str) -> tuple[bool, int, int]:
+        held = [(leaves[number], index) for index, number in enumerate(trees[path])]
+        is_idle = not any(is_read(program, x) for x, _ in held)
+        own = (x.shard_shape in _shards(x, "parameter", index, (), layout) for x, index in held)
+        return is_idle, bits[path], -sum(own)
 
     if open_ and "parameter" not in named.values():
-        named[min(open_, key=lambda path: (bits[path], misplaced(path)))] = "parameter"
+        named[min(open_, key=rank) if open_[1:] else open_[0]] = "parameter"
     widest = max(open_, key=lambda path: bits[path], default=None)
     if widest is not None and widest not in named and "master" not in named.values():
         parameter = next(path for path, kind in named.items() if kind == "parameter")

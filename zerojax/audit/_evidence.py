@@ -28,7 +28,7 @@ SHARE = 0.01
 #: A file or function whose lines a program has where it was written with a part of zerojax.
 TOOLS = {
     "make_train_step": "zerojax/train/_step.py",
-    "sharded(tx, layout)": "sharded.<locals>.update",
+    "sharded(tx, layout)": "_update.<locals>.",
     "gather_where_used": "zerojax/collectives/gathers/_gather.py",
 }
 
@@ -70,9 +70,9 @@ class Evidence:
         is_cut = layout.partitions("parameter")
         #: whether weights that a pass gathers are freed after their use
         self.reshards_after_use = is_cut and not self.recipe.keeps_gathered(layout.kinds)
-        self.module = module = hlo.parse_module(program.text)
+        self.module = module = program.module
         #: every argument leaf with its kind
-        self.held = held = tuple(classify(program, layout, module.host_parameters))
+        self.held = held = tuple(classify(program, layout))
         found = hlo.parse_collectives(module)
         scales = _scales_shapes(layout) if self.recipe.precision.gather is not None else {}
         #: leaves whose weights the recipe gathers in one byte an element
@@ -125,7 +125,7 @@ class Evidence:
             body = frame.enter(self.module, loop) if loop.name in around else None
             if body is None or (root := body.computation.root).opcode != "tuple":
                 return
-            result = root.operands[int(line.attribute("index") or 0)]
+            result = root.operands[line.index]
             made = hlo.source_of(self.module, body, result)
             if made is None or made[1].opcode == "dynamic-update-slice":
                 return

@@ -1,7 +1,7 @@
 """Which values of a program are made of a device's own examples."""
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 
 from zerojax.audit._arguments import Held
 from zerojax.audit._match import UNMATCHED
@@ -13,11 +13,7 @@ class Origins:
     """Follow values of a program back to its batch, as far as the collectives on their way."""
 
     def __init__(
-        self,
-        module: Module,
-        held: Collection[Held],
-        moves: Collection[Move],
-        steps: Collection[Loop] = (),
+        self, module: Module, held: Sequence[Held], moves: Sequence[Move], steps: Sequence[Loop]
     ) -> None:
         self._module = module
         self._steps = {loop.name for loop in steps}
@@ -72,7 +68,7 @@ class Origins:
         return beside or crosses or is_before or value.key in self._clean
 
 
-def without_activations(moves: Collection[Move], origins: Origins) -> tuple[Move, ...]:
+def without_activations(moves: Sequence[Move], origins: Origins) -> tuple[Move, ...]:
     """Return the same moves; gathers of what is made of examples are of no leaf.
 
     Of `h = tanh(x @ w)` with as many rows as a weight has, the gather looks like the weight's. What

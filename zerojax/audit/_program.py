@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from zerojax._plain import made
 from zerojax._tree import is_named_tuple, num_bytes, path_name
 from zerojax._types import Shape, platform_of
 from zerojax.audit._allocations import allocated_bytes
+from zerojax.hlo import Module, parse_module
 from zerojax.layout import as_entries, as_spec
 
 #: Names under which programs keep the state of an optimizer.
@@ -94,6 +96,10 @@ class Program:
             inputs=_named_after(inputs, outputs),
             outputs=outputs,
         )
+
+    @cached_property
+    def module(self) -> Module:
+        return parse_module(self.text)
 
     @property
     def argument_bytes(self) -> int:

@@ -97,6 +97,11 @@ class Instruction:
         match = re.search(rf'\b{name}=(?:"((?:[^"\\]|\\.)*)"|([\w.\-]+))', self.attributes)
         return None if match is None else match[1] if match[1] is not None else match[2]
 
+    @cached_property
+    def index(self) -> int:
+        """Return which part of a tuple a get-tuple-element is."""
+        return int(self.attribute("index") or 0)
+
     @property
     def op_name(self) -> str:
         """Return the path of the jax operation that this line came from, or nothing."""

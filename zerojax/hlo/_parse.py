@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zerojax.hlo import _spellings as spelled
@@ -14,6 +14,8 @@ from zerojax.hlo._walk import Site, walk
 OPS = spelled.having("moves")
 _SCATTER_FUSION = "all-reduce-scatter fusion"
 _OPCODE = re.compile(rf"(?:{'|'.join(sorted(OPS))})(?:-start|-update|-done)?|send|recv")
+#: A computation, an instruction in it, and which of its results.
+_Part = tuple[str, str, int]
 _MENTIONED = re.compile(rf" (?:{'|'.join(sorted(OPS))}|send|recv)(?:-start)?\(")
 
 
@@ -31,10 +33,14 @@ def parse_collectives(program: str | Module) -> Collectives:
     module = parse_module(program) if isinstance(program, str) else program
     records: list[Collective] = []
     read: set[tuple[str, str]] = set()
-    added: set[tuple[str, str, int]] = set()
+    sums: dict[tuple[str, str], _Part] = {}
+    added: set[_Part] = set()
     for site, line in walk(module):
         if line.opcode == "add":
-            added.update(_sums(module, site.frame, line.name)[1:])
+            left, right = (_first_sum(module, site.frame, x, sums) for x in line.operands)
+            if left and right:
+                sums[site.frame.computation.name, line.name] = left
+                added.add(right)
         counts = is_collective(line) and not is_end(line)
         if not counts or async_role(site.frame.computation, line)[0] == "repeat":
             continue
@@ -228,26 +234,26 @@ def _joined(module: Module, site: Site, line: Instruction) -> list[Tensor]:
     return parts if sum(part.elements for part in parts) == whole.elements else []
 
 
-def _sums(module: Module, frame: Frame, name: str) -> list[tuple[str, str, int]]:
-    """List the all-reduces that a value is the sum of, none where it is made of anything else.
+def _first_sum(
+    module: Module, frame: Frame, name: str, sums: Mapping[tuple[str, str], _Part]
+) -> _Part | None:
+    """Return the first all-reduce that a value is a sum of; `sums` has that of each earlier add.
 
     %a = f32[8] all-reduce(%x);  %own_a = f32[1] dynamic-slice(%a, %at)
     %b = f32[8] all-reduce(%y);  %own_b = f32[1] dynamic-slice(%b, %at)
-    %g = f32[1] add(%own_a, %own_b)       one all-reduce of x + y would do
+    %g = f32[1] add(%own_a, %own_b)       %a: one all-reduce of x + y would do, %b is added to it
     """
     found = source_of(module, frame, name, through=KEEPS | {"dynamic-slice", "transpose"})
     if found is None:
-        return []
+        return None
     frame, line = found
     if line.opcode == "add":
-        left, right = (_sums(module, frame, operand) for operand in line.operands)
-        return left + right if left and right else []
+        return sums.get((frame.computation.name, line.name))
     part = 0
     if line.opcode == "get-tuple-element":
-        part = int(line.attribute("index") or 0)
-        line = frame.computation.by_name[line.operands[0]]
+        part, line = line.index, frame.computation.by_name[line.operands[0]]
     is_sum = line.opcode in ("all-reduce", "all-reduce-done")
-    return [(frame.computation.name, line.name, part)] if is_sum else []
+    return (frame.computation.name, line.name, part) if is_sum else None
 
 
 def _widen(tensor: Tensor, dim: int, size: int) -> Tensor:

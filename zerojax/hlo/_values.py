@@ -146,7 +146,7 @@ def _made_of(module: Module, value: Value) -> Iterator[Value]:
     if inner is not None:
         yield Value(inner, inner.computation.root.name, index)
     elif line.opcode == "get-tuple-element":
-        yield Value(frame, line.operands[0], int(line.attribute("index") or 0))
+        yield Value(frame, line.operands[0], line.index)
     elif line.opcode == "tuple" and index is not None:
         yield Value(frame, line.operands[index], None)
     elif line.opcode == "parameter" and frame.caller is not None and frame.parent is not None:
@@ -210,7 +210,7 @@ def uses_of(
 def _handed_on(value: Value, user: Instruction) -> Iterator[Value]:
     after = replace(value, name=user.name)
     if user.opcode == "get-tuple-element":
-        if value.index is None or user.attribute("index") == str(value.index):
+        if value.index is None or user.index == value.index:
             yield replace(after, index=None)
     elif user.opcode == "tuple":
         for position, operand in enumerate(user.operands):

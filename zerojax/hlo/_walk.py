@@ -135,7 +135,6 @@ def _value(module: Module, frame: Frame, name: str, turn: int) -> int | None:
         return left + right if line.opcode == "add" else left - right
     if line.opcode != "get-tuple-element":
         return None
-    index = int(line.attribute("index") or 0)
     frame, source = source_of(module, frame, line.operands[0]) or (frame, line)
     loop, outside = frame.caller, frame.parent
     if source.opcode != "parameter" or not loop or not outside or loop.opcode != "while":
@@ -144,12 +143,12 @@ def _value(module: Module, frame: Frame, name: str, turn: int) -> int | None:
     if body and turn > 0:
         root = body.computation.root
         is_tuple = root.opcode == "tuple"
-        return _value(module, body, root.operands[index], turn - 1) if is_tuple else None
+        return _value(module, body, root.operands[line.index], turn - 1) if is_tuple else None
     found = source_of(module, outside, loop.operands[0])
     if found is None or found[1].opcode != "tuple":
         return None
     # The loops around it may be at any turn of theirs.
-    starts = {_value(module, found[0], found[1].operands[index], x) for x in range(_TURNS)}
+    starts = {_value(module, found[0], found[1].operands[line.index], x) for x in range(_TURNS)}
     return starts.pop() if len(starts) == 1 else None
 
 
@@ -199,4 +198,4 @@ def _grows(module: Module, frame: Frame, line: Instruction, body: Frame, index: 
         found = (source_of(module, frame, operand) for operand in operands)
         return any(one is not None and _grows(module, *one, body, index) for one in found)
     is_state = frame.computation is body.computation and line.opcode == "get-tuple-element"
-    return is_state and line.attribute("index") == str(index)
+    return is_state and line.index == index

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import jax
 
 from zerojax._tree import grouped
-from zerojax.audit._arguments import STATES, Held, item_bits
+from zerojax.audit._arguments import LAYERS, STATES, WEIGHS, Held, is_read, item_bits
 from zerojax.audit._evidence import SHARE, Evidence, Problem, hint, some
 from zerojax.audit._match import key_of
-from zerojax.hlo import HANDS_ON, Frame, Value, uses_of
+from zerojax.hlo import Frame, Value, uses_of
 
 #: What to do about a state that lives in the wrong place, by kind.
 _PLACE = {
@@ -21,9 +21,6 @@ _PLACE = {
 _PLACE |= dict.fromkeys(("master", "gradient", "copy"), "place it as layout.masters says")
 _OF_OPTIMIZER = ("master", "optimizer")
 _MAKERS = ("make_train_step", "sharded(tx, layout)")
-#: What computes with weights, as with no mask; compilers call libraries for products.
-_WEIGHS = ("dot", "convolution", "custom-call", "gather", "all-gather")
-_LAYERS = HANDS_ON | {"dynamic-slice"}
 
 #: What may differ from step to step: an argument's field, its name, what shows it, what to do.
 _DIFFERENCES = (
@@ -211,8 +208,8 @@ def check_constants(evidence: Evidence) -> Iterator[Problem]:
         for line in (x for x in computation.instructions if x.opcode == "constant"):
             tensor = next((x for x in line.shapes if x.elements >= evidence.floor), None)
             value = Value(Frame(computation=computation), line.name, None)
-            uses = [use.instruction for use in uses_of(module, value, _LAYERS) if tensor]
-            found = [x for x in uses if x.opcode in _WEIGHS]
+            uses = [use.instruction for use in uses_of(module, value, LAYERS) if tensor]
+            found = [x for x in uses if x.opcode in WEIGHS]
             if tensor and key_of(tensor.dims) in alike and "f" in tensor.dtype:
                 found += uses
             if tensor and (user := next(iter(found), None)):
@@ -234,12 +231,8 @@ def check_constants(evidence: Evidence) -> Iterator[Problem]:
 
 def _is_read(evidence: Evidence, one: Held) -> bool:
     """Return whether a further copy is read by the loss, and whole as parameters are."""
-    if one.kind != "copy" or evidence.layout.partitions("parameter") or one.argument.number is None:
-        return False
-    name = evidence.module.entry.parameters[one.argument.number].name
-    value = Value(Frame(computation=evidence.module.entry), name, None)
-    uses = uses_of(evidence.module, value, _LAYERS)
-    return any(use.instruction.opcode in _WEIGHS for use in uses)
+    is_whole = one.kind == "copy" and not evidence.layout.partitions("parameter")
+    return is_whole and is_read(evidence.program, one.argument)
 
 
 def _excess(one: Held) -> int:

@@ -39,15 +39,13 @@ NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _dtype.note_dtypes,
     _state.note_undivided,
     _state.note_others,
+    _whole.note_unordered,
 )
 
 
 def find_problems(evidence: Evidence) -> tuple[Problem, ...]:
     """Return what every check finds; of a batch that is placed wrongly, that alone is told."""
     misplaced = any(True for _ in _batch.check_batch(evidence))
-    return tuple(
-        dataclasses.replace(found, kind=kind)
-        for kind, check in CHECKS.items()
-        if not (misplaced and kind in _batch.FOLLOWS)
-        for found in check(evidence)
-    )
+    asked = {kind: x for kind, x in CHECKS.items() if not (misplaced and kind in _batch.FOLLOWS)}
+    found = ((kind, one) for kind, check in asked.items() for one in check(evidence))
+    return tuple(dataclasses.replace(one, kind=kind) for kind, one in found)

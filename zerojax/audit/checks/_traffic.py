@@ -57,7 +57,8 @@ def check_scatter(evidence: Evidence) -> Iterator[Problem]:
     scattered = sum(move.handled for move in reductions if move.role in accepted)
     if scattered >= partitioned / 2 or evidence.instead:
         return
-    rest = sorted((x for x in reductions if x.role not in accepted), key=lambda x: -x.judged)
+    others = (x for x in reductions if x.role not in accepted and x.record.dtype[0] in "bcf")
+    rest = sorted(others, key=lambda x: -x.judged)
     sliced = sum(move.moved for move in rest if move.role == "sliced")
     whole = sum(move.moved for move in rest if move.role == "reduce")
     # Of a weight that others generate the gradient is reduced, which is less than theirs.
@@ -109,7 +110,8 @@ def check_activation(evidence: Evidence) -> Iterator[Problem]:
         reduced = [] if "make_train_step" in evidence.tools else reduced
     least = SHARE * _local_elements(evidence)
     heavy = sum_moved(reduced, "judged") >= least
-    few = all(move.record.elements < evidence.floor for move in gathered)
+    # Indices of examples that are put in another order cost what they move, and no more.
+    few = all(x.record.elements < evidence.floor or x.record.dtype[0] in "su" for x in gathered)
     groups = [("gathered", gathered)] if not few or sum_moved(gathered, "judged") >= least else []
     groups += [("reduced", reduced)] if evidence.layout.partitions("parameter") and heavy else []
     once = reducing(evidence) if "make_train_step" in evidence.tools else ""
@@ -182,8 +184,8 @@ def check_exposed(evidence: Evidence) -> Iterator[Problem]:
         expected=f"at most {EXPOSED:.0%} of a step spent waiting for what loops move",
         seen=f"{len(found)} in loops with nothing scheduled beside them: "
         f"{exposed / schedule.step_seconds:.0%} of {schedule.step_seconds * 1e3:.2f} ms",
-        remedy="compile with the options that make these collectives asynchronous on "
-        f"{schedule.hardware}, and move each layer's weights and gradients while another computes"
+        remedy="jax.jit(step, compiler_options=zerojax.collectives.compiler_options(layout)), and "
+        "move each layer's weights and gradients while another computes"
         f"{hint(evidence, 'make_train_step')}",
     )
 

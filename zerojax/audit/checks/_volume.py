@@ -208,7 +208,9 @@ def note_recipe(evidence: Evidence) -> Iterator[str]:
     if evidence.steps:
         turns = " x ".join(str(loop.trip_count or "?") for loop in evidence.steps)
         yield f"the program takes {turns} steps, in a loop; what moves is told of one of them"
-    found = [move.record.trips for move in evidence.large if move.match.form]
+    moves = ((move.record.trips, move.match.form) for move in evidence.large)
+    # The innermost loop around a layer is that over layers.
+    found = [trips[:-1] if form == "layer" else trips for trips, form in moves if form]
     if not evidence.is_step or not found:
         return
     if is_too_much(evidence):

@@ -163,11 +163,8 @@ def gathers_by_leaf(evidence: Evidence) -> dict[Key, list[Move]]:
 
 
 def _is_reduced(evidence: Evidence, match: Match) -> bool:
-    reduced = sum(
-        move.handled
-        for move in evidence.large
-        if move.role in REDUCTIONS and {*move.match.leaves} & {*match.leaves}
-    )
+    reductions = (x for x in evidence.large if x.role in REDUCTIONS)
+    reduced = sum(x.handled for x in reductions if {*x.match.leaves} & {*match.leaves})
     return reduced >= 0.5 * evidence.gathered_elements(match.leaves)
 
 
@@ -206,15 +203,33 @@ def check_peak(evidence: Evidence) -> Iterator[Problem]:
         yield from _beyond(evidence, "gradients", reductions, 1)
 
 
+def note_unordered(evidence: Evidence) -> Iterator[str]:
+    """Name what is whole at one time of a model without layers, whose gathers nothing orders."""
+    if evidence.layout.layers or not evidence.reshards_after_use:
+        return
+    sizes = _sizes([x for moves in gathers_by_leaf(evidence).values() for x in moves], "weights")
+    alive, largest = most_alive(evidence.module, sizes), max(sizes.values(), default=0)
+    if alive > 2 * SLACK * largest and evidence.program.platform != "cpu":
+        yield (
+            f"{alive:,} B of weights are whole at one time, the largest {largest:,} B: no layers "
+            "repeat in this model, so nothing orders their gathers; a scan over a stack does"
+        )
+
+
+def _sizes(moves: Sequence[Move], of: str) -> Counter[tuple[str, str]]:
+    """Count the bytes of gathered weights, or of what is reduced, by computation and value."""
+    sizes = Counter[tuple[str, str]]()
+    for one in (move.record for move in moves):
+        name = one.name if of == "weights" else operand_of(one)
+        sizes[one.computation, name] += one.elements * one.item_bits // 8
+    return sizes
+
+
 def _beyond(evidence: Evidence, of: str, moves: Sequence[Move], layers: float) -> Iterator[Problem]:
     """Compare what is whole at one time, in bytes, with the layers that are asked for."""
     if not moves:
         return
-    sizes, gathers = Counter[tuple[str, str]](), of == "weights"
-    for move in moves:
-        record = move.record
-        name = record.name if gathers else operand_of(record)
-        sizes[record.computation, name] += record.elements * record.item_bits // 8
+    gathers, sizes = of == "weights", _sizes(moves, of)
     largest = max(moves, key=lambda move: move.record.elements)
     layer, other = (size * largest.record.item_bits // 8 for size in _largest(evidence))
     least = 0 if gathers else evidence.recipe.bucket_bytes or BUCKET
