@@ -236,10 +236,10 @@ def num_products(eqn: Any) -> int:
 
 
 #: Runs one equation on values: `(eqn, values) -> results`.
-EquationRunner = Callable[[Any, list[Any]], Sequence[Any]]
+RunEquation = Callable[[Any, list[Any]], Sequence[Any]]
 
 
-def run(program: Any, args: Iterable[Any], step: EquationRunner = bind) -> list[Any]:
+def run(program: Any, args: Iterable[Any], step: RunEquation = bind) -> list[Any]:
     """Run a traced program again, one equation after another.
 
     `step(eqn, values)` returns an equation's results, for inputs of any type; `bind` runs it as it
@@ -256,10 +256,7 @@ def inputs_of(program: Any, args: Iterable[Any]) -> dict[Any, Any]:
 
 
 def run_equations(
-    eqns: Sequence[Any],
-    inputs: Mapping[Any, Any],
-    outputs: Sequence[Any],
-    step: EquationRunner = bind,
+    eqns: Sequence[Any], inputs: Mapping[Any, Any], outputs: Sequence[Any], step: RunEquation = bind
 ) -> list[Any]:
     """Run some equations of a program, and return the values of some of its atoms.
 

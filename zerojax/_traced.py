@@ -45,7 +45,7 @@ class Slice:
     eqns: tuple[Any, ...]  # in order
     outputs: tuple[Any, ...]  # the results; literals may be among them
 
-    def run(self, values: Sequence[Any], step: _jaxpr.EquationRunner = _jaxpr.bind) -> list[Any]:
+    def run(self, values: Sequence[Any], step: _jaxpr.RunEquation = _jaxpr.bind) -> list[Any]:
         given = dict(zip(self.inputs, values, strict=True))
         return _jaxpr.run_equations(self.eqns, given, self.outputs, step)
 

@@ -37,10 +37,7 @@ class PlanOptions(_options.StepOptions):
     )
     """What a step may take of a device, in GB (1e9 bytes)."""
     shards: int | None = option(
-        None,
-        min=1,
-        show_default="what the model axis leaves; --search tries nodes too",
-        panel=_options.ZERO,
+        None, min=1, show_default="what --model-axis leaves; --search: more", panel=_options.ZERO
     )
     """N, the devices that share one copy of the model states; fewer than all is hybrid sharding:
     copies of the group split the batch between them."""

@@ -207,11 +207,8 @@ def _cut(mesh: Mesh, groups: list[list[SubAxis]], further: tuple[Axes, ...]) -> 
         phases.append(tuple(names.values()))
     parts = (cut or {axis: mesh.shape[axis]} for axis, cut in pieces.items())
     sizes = {name: size for part in parts for name, size in part.items()}
-    refined = Mesh(
-        mesh.devices.reshape(tuple(sizes.values())),
-        tuple(sizes),
-        axis_types=(AxisType.Auto,) * len(sizes),
-    )
+    auto = (AxisType.Auto,) * len(sizes)
+    refined = Mesh(mesh.devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=auto)
     return Phases(
         mesh=refined,
         axes=(*phases, *further),

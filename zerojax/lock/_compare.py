@@ -40,17 +40,13 @@ def _leaves(old: StepRecord, new: StepRecord) -> Iterator[Difference]:
             continue
         fields = [name for name in _FIELDS if getattr(was, name) != getattr(now, name)]
         if fields:
-            words = [
-                ", ".join(f"{x} {getattr(leaf, x):{_FIELDS[x]}}" for x in fields)
-                for leaf in (was, now)
-            ]
+            told = ((f"{x} {getattr(leaf, x):{_FIELDS[x]}}" for x in fields) for leaf in (was, now))
+            words = [*map(", ".join, told)]
             grows = None if now.bytes == was.bytes else now.bytes > was.bytes
             yield Difference("argument", path, words[0], words[1], grows)
         if was.settled and not now.settled:
-            seen = (
-                "returned with another placement or dtype, so that the second step compiles anew: "
-                "give jit the same out_shardings as in_shardings"
-            )
+            told = "returned with another placement or dtype, so that the second step compiles anew"
+            seen = f"{told}: give jit the same out_shardings as in_shardings"
             yield Difference("recompiled", path, "returned as it is taken", seen, True)
 
 

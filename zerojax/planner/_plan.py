@@ -21,15 +21,7 @@ from zerojax.planner._demand import Demand
 from zerojax.planner._report import Plan, PlannedBytes
 from zerojax.planner._setting import Setting, check_recipe, place
 from zerojax.planner._time import step_time
-from zerojax.planner._workload import (
-    MODEL,
-    Devices,
-    Model,
-    Placement,
-    Workload,
-    read_model,
-    share_out,
-)
+from zerojax.planner._workload import MODEL, Devices, Model, Placement, Workload, divide, read_model
 from zerojax.recipe import LAYER_INPUT, Recipe, Remat, RematPolicy, as_remat
 
 
@@ -67,7 +59,7 @@ def plan(
     """
     one, example = find_hardware(hardware), "zerojax.Placement(num_shards=8)"
     placement = as_given(Placement, placement, example, Placement())
-    devices = share_out(num_devices, placement)
+    devices = divide(num_devices, placement)
     model = read_model(params, tx, recipe, workload)
     check_recipe(model.recipe, devices.model_axis)
     demand = Demand(model)
@@ -225,7 +217,7 @@ class _Search:
                     yield devices
 
     def _share_out(self, num_shards: int | None, model_axis: int) -> Devices:
-        return share_out(self.num_devices, Placement(num_shards=num_shards, model_axis=model_axis))
+        return divide(self.num_devices, Placement(num_shards=num_shards, model_axis=model_axis))
 
     def _families(self, devices: Devices) -> Iterator[tuple[int, Recipe]]:
         # Weights that are kept gathered are tried wherever they are not asked for.

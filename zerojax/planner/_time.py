@@ -23,13 +23,8 @@ from zerojax.planner._workload import MODEL
 from zerojax.planner.traced import Work
 
 #: What a step waits for, in words, by the fields of `StepTime`.
-NAMES = {
-    "compute": "compute",
-    "memory": "memory",
-    "fast": "fast links",
-    "slow": "slow links",
-    "host": "host link",
-}
+NAMES = {"compute": "compute", "memory": "memory", "fast": "fast links", "slow": "slow links"}
+NAMES |= {"host": "host link"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -116,7 +116,7 @@ class Devices:
         return {name: size for name, size in sizes.items() if size > 1 or name == DATA}
 
 
-def share_out(num_devices: int, placement: Placement) -> Devices:
+def divide(num_devices: int, placement: Placement) -> Devices:
     devices = as_count("num_devices", num_devices)
     model = as_count("model_axis", placement.model_axis)
     if devices % model:

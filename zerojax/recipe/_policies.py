@@ -169,7 +169,7 @@ class RematPolicy:
 
     def __post_init__(self) -> None:
         if self.recompute not in get_args(Remat):
-            told = f"RematPolicy: recompute must be one of {', '.join(get_args(Remat))}, got"
+            told = f"a remat policy is a RematPolicy or one of {', '.join(get_args(Remat))}, got"
             raise ValueError(f"{told} {self.recompute!r}")
         for field in ("keep", "offload"):
             names = getattr(self, field)
@@ -177,11 +177,9 @@ class RematPolicy:
                 raise ValueError(f"RematPolicy: {field} must be a tuple of names, got {names!r}")
             object.__setattr__(self, field, tuple(names))
         if not isinstance(self.partition, str | None):
-            raise ValueError(
-                f"RematPolicy: partition must name one mesh axis or be None, got {self.partition!r}"
-            )
-        twice = set(self.keep) & set(self.offload)
-        if twice:
+            told = "RematPolicy: partition must name one mesh axis or be None, got"
+            raise ValueError(f"{told} {self.partition!r}")
+        if twice := set(self.keep) & set(self.offload):
             raise ValueError(f"RematPolicy: both kept and offloaded: {', '.join(sorted(twice))}")
         if self.recompute == "none" and (self.keep or self.offload or self.partition):
             raise ValueError(

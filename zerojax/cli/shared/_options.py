@@ -98,9 +98,7 @@ class StepOptions(CommandOptions):
     remat: Remat | None = option(None, show_default="as the model has it: full", panel=MODEL)
     """What the backward pass recomputes: nothing, all but products with weights, or each layer from
     its input."""
-    stage: int | None = option(
-        None, min=0, max=3, metavar="0|1|2|3", show_default="all", panel=ZERO
-    )
+    stage: int | None = option(None, min=0, max=3, metavar="0..3", show_default="all", panel=ZERO)
     """What is partitioned: 0 nothing (plain data parallelism), 1 optimizer states, 2 also
     gradients, 3 also parameters."""
     model_axis: int = option(1, min=1, panel=ZERO)
@@ -203,7 +201,7 @@ VOCAB_MULTIPLE = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuiltStepOptions(StepOptions):
-    stage: int = option(2, min=0, max=3, metavar="0|1|2|3", panel=ZERO)
+    stage: int = option(2, min=0, max=3, metavar="0..3", panel=ZERO)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -223,11 +221,9 @@ class BuiltStepOptions(StepOptions):
     def chosen_model(self) -> gpt.Config:
         config, parts = super().chosen_model, self.model_axis
         multiple = parts if VOCAB_MULTIPLE % parts else VOCAB_MULTIPLE
-        config = dataclasses.replace(
-            config,
-            model_axis=MODEL_AXIS if parts > 1 else None,
-            vocab_multiple=multiple if config.vocab_size % parts else 1,
-        )
+        multiple = multiple if config.vocab_size % parts else 1
+        axis = MODEL_AXIS if parts > 1 else None
+        config = dataclasses.replace(config, model_axis=axis, vocab_multiple=multiple)
         gpt.check_parts(config, parts)
         return config
 

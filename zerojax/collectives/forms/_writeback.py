@@ -114,10 +114,7 @@ def _write_stack(
 
     rest = num_layers % count
     held = jax.lax.fori_loop(
-        0,
-        num_layers // count,
-        lambda group, held: write_group(group * count, count, held),
-        list(olds),
+        0, num_layers // count, lambda at, held: write_group(at * count, count, held), list(olds)
     )
     return write_group(num_layers - rest, rest, held)
 

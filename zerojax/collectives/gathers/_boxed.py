@@ -121,11 +121,8 @@ class Opening:
 
     def widens(self, dtype: Any) -> bool:
         """Whether gradients of this dtype are summed in another one."""
-        return (
-            self.reduce_dtype is not None
-            and jnp.issubdtype(dtype, jnp.floating)
-            and jnp.dtype(dtype) != jnp.dtype(self.reduce_dtype)
-        )
+        is_wide = self.reduce_dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+        return is_wide and jnp.dtype(dtype) != jnp.dtype(self.reduce_dtype)
 
     def box(self, stored: jax.Array, leaf: LeafLayout, in_turns: bool) -> Any:
         """Return a box with a stored parameter, or the parameter where opening would do nothing.

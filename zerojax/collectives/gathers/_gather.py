@@ -47,12 +47,8 @@ def gather_where_used(loss_fn: LossFn, layout: Layout, recipe: Recipe | None = N
 
 
 def gathering(loss_fn: LossFn, layout: Layout, recipe: Recipe) -> LossFn:
-    opening = Opening(
-        layout,
-        recipe.precision.reduce,
-        recipe.gather_dtype(layout.kinds),
-        keeps=recipe.keeps_gathered(layout.kinds),
-    )
+    gathers, keeps = recipe.gather_dtype(layout.kinds), recipe.keeps_gathered(layout.kinds)
+    opening = Opening(layout, recipe.precision.reduce, gathers, keeps=keeps)
 
     @uncollected()
     def wrapped(params: PyTree, *args: Any, **named: Any) -> Any:

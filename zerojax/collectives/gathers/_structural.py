@@ -62,11 +62,10 @@ def keep_boxed(eqn: Any, values: list[Any], opening: Opening) -> list[Any] | Non
 
 def waits_elementwise(boxed: Boxed) -> bool:
     """Whether all that was recorded is elementwise, so that it can run on shards and on slices."""
-    return all(
-        is_elementwise(waiting.eqn)
-        and not any(isinstance(x, Boxed) or jnp.ndim(x) for x in waiting.operands if x is not None)
-        for waiting in boxed.recorded
-    )
+    if not all(is_elementwise(waiting.eqn) for waiting in boxed.recorded):
+        return False
+    others = (x for waiting in boxed.recorded for x in waiting.operands if x is not None)
+    return not any(isinstance(x, Boxed) or jnp.ndim(x) for x in others)
 
 
 def rules_settled(value: Any, opening: Opening) -> Any:
