@@ -67,6 +67,10 @@ def count_examples(batch: PyTree) -> dict[int, str]:
     Of `{"mask": [1, 1, 9, 9], "x": [32, 9]}`, where a mask of all examples is not marked whole, the
     leading dims differ; so they do with a raw PRNGKey, which is `uint32[2]`.
     """
+    for x in jax.tree.leaves(batch, is_leaf=lambda x: is_whole(x) or isinstance(x, list)):
+        if isinstance(x, list) and len(x) > 1 and all(isinstance(i, int | float) for i in x):
+            told = f"the batch has a list of {len(x)} numbers, of which each would go to every"
+            raise TypeError(f"{told} device: hand over np.asarray(numbers)")
     first: dict[int, str] = {}
     for name, x in example_leaves(batch):
         first.setdefault(jnp.shape(x)[0], name)

@@ -277,6 +277,15 @@ def test_a_checkpoint_that_lost_its_manifest_is_named_before_a_save_replaces_it(
         assert Checkpoints(tmp_path).restore_latest(layout, like) is None
 
 
+def test_a_folder_of_runs_is_told_from_a_run_without_checkpoints(tmp_path, saved):
+    source, layout, like = saved
+    shutil.copytree(source, tmp_path / "runs" / "books")
+    told = f"nothing is restored: checkpoints are in {tmp_path / 'runs' / 'books'}"
+    with pytest.warns(UserWarning, match=re.escape(told)):
+        assert Checkpoints(tmp_path / "runs").restore_latest(layout, like) is None
+    assert Checkpoints(tmp_path / "new").restore_latest(layout, like) is None
+
+
 def test_a_manifest_of_other_arrays_is_damage_though_every_digest_is_right(tmp_path):
     layout, _ = place()
     save(tmp_path / "1", {"v": np.array([1, 2, 3], np.float32)}, layout)

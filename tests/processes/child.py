@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import jax
@@ -243,8 +244,24 @@ def together(folder):
         "elsewhere": caught(lambda: goes_elsewhere(folder, other)),
         "uneven": caught(lambda: make_step().place({"x": np.ones((3, SIZE), np.float32)})),
         "not placed": caught(unplaced),
+        "own rows and the whole batch": [told_of_rows(rows_of), told_of_rows(whole_of)],
         "saves": saves(folder),
     }
+
+
+def whole_of(_, number):
+    return batch(number)
+
+
+def told_of_rows(rows):
+    """Do two steps with the rows that this process has by some function; give what is warned of."""
+    step = make_step()
+    state = step.init(init, jax.random.key(0))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(2):
+            state, _ = step(state, step.place(rows(step, number)))
+    return [str(one.message) for one in told]
 
 
 def goes_elsewhere(folder, other):

@@ -118,6 +118,14 @@ def test_rows_that_cannot_be_placed_are_refused(found):
         assert "step(state, step.place(batch))" in one["not placed"][1]
 
 
+def test_processes_that_all_hand_over_the_whole_batch_are_told(found):
+    for one in found:
+        own, whole = one["own rows and the whole batch"]
+        assert own == []
+        (told,) = whole
+        assert "all processes hand over the same rows: write step.place(x[index::count])" in told
+
+
 @pytest.mark.parametrize("failure", child.FAILURES)
 def test_a_save_that_fails_on_one_process_fails_on_all(found, failure):
     _, _, failing, index = child.FAILURES[failure]

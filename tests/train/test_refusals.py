@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import types
 from typing import Any
 
 import jax
@@ -139,7 +140,18 @@ MISUSES = {
         lambda: use(state=X, batch=make().init(init)),
         "TrainState first, got nd",
     ),
-    "the result of a step as state": (lambda: use(state=use()), r"got tuple: a step returns \(st"),
+    "the result of a step as state": (
+        lambda: use(state=use()),
+        "got tuple: write state, metrics =",
+    ),
+    "what was restored as state": (
+        lambda: use(state=types.SimpleNamespace(state=make().init(init))),
+        "got SimpleNamespace: hand over its .state",
+    ),
+    "labels in a list": (
+        lambda: use(batch={"x": X, "y": [1.0] * 16}),
+        r"a list of 16 numbers, of which each .*np.asarray\(numbers\)",
+    ),
     "a dict as state": (
         lambda: use(state={"params": init()}),
         r"got dict: make one with step.init\(params\)",

@@ -103,7 +103,7 @@ def test_what_can_not_begin_a_state_is_refused(mesh8):
         step.init({**params, "up": params["up"][:, :32]})
     with pytest.raises(ValueError, match=r"up is bfloat16\[.*\] where float32\[.*precision="):
         step.init({**params, "up": params["up"].astype(jnp.bfloat16)})
-    with pytest.raises(TypeError, match="arguments are for an init_fn"):
+    with pytest.raises(TypeError, match="takes params alone, or init_fn before its arguments"):
         step.init(params, jax.random.key(0))
 
 

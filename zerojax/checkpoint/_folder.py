@@ -220,6 +220,9 @@ class Checkpoints:
         if passed_over:
             told = f"nothing is restored: {'; '.join(passed_over.values())}; the next save of the"
             warnings.warn(f"{told} step replaces it: move away what you need of it", stacklevel=2)
+        runs = sorted(x.parents[1] for x in self.directory.glob(f"*/*/{MANIFEST}"))
+        if runs and runs[0].name != LOCAL and not passed_over:
+            warnings.warn(f"nothing is restored: checkpoints are in {runs[0]}", stacklevel=2)
         return None
 
     def _restore_local(

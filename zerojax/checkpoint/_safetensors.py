@@ -182,12 +182,9 @@ def export_safetensors(
     verify(root)
 
     held = dict(zip(_tensor_names(endings.values(), root), endings, strict=True))
-    leaves = {name: manifest.leaves[leaf] for name, leaf in held.items()}
-    write_safetensors(
-        path,
-        {name: jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for name, x in leaves.items()},
-        lambda name: read_leaf(root, manifest, held[name]),
-    )
+    leaves = ((name, manifest.leaves[leaf]) for name, leaf in held.items())
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for name, x in leaves}
+    write_safetensors(path, shapes, lambda name: read_leaf(root, manifest, held[name]))
     return path
 
 

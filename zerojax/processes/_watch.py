@@ -96,8 +96,8 @@ def initialize(
         ) from error
     except RuntimeError as error:
         raise ProcessError(
-            f"the processes did not find each other: {str(error).splitlines()[0]}; to run this one "
-            "alone, give 1 as the number of processes"
+            f"the processes did not find each other: {str(error).splitlines()[0]}; call initialize "
+            "before anything else uses jax; to run this one alone, give num_processes=1"
         ) from error
     if (count := connection().num_processes) > 1:
         _watches.append(_Watch(patience))

@@ -24,9 +24,10 @@ def check_usable(state: TrainState, layout: Layout, beside: PyTree = None) -> No
     """Refuse no state, one that was donated or is of other devices: jaxlib 0.10 can crash on it."""
     if not isinstance(state, TrainState):
         told = f"a step and its evaluate take a TrainState first, got {type(state).__name__}"
-        is_pair = isinstance(state, tuple)
-        why = "a step returns (state, metrics)" if is_pair else "make one with step.init(params)"
-        raise TypeError(f"{told}: {why}, and hand over all of it")
+        why = "make one with step.init(params), and hand over all of it"
+        why = "write state, metrics = step(state, batch)" if isinstance(state, tuple) else why
+        why = "hand over its .state" if hasattr(state, "state") else why  # of what was restored
+        raise TypeError(f"{told}: {why}")
     check_context(layout)
     if isinstance(state.step, Tracer):
         raise TypeError("a train step is compiled by itself: call it outside of jax.jit")

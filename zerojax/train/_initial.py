@@ -48,7 +48,7 @@ class InitialState:
             build = jax.jit(lambda *args: self._build(given(*args)), out_shardings=shardings)
             values, told = args, {"arguments": args}
         elif args:
-            raise TypeError("step.init(params) takes nothing else: arguments are for an init_fn")
+            raise TypeError("step.init takes params alone, or init_fn before its arguments")
         elif any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given)):
             raise ValueError("step.init takes arrays, got shapes; they are for step.abstract_state")
         else:

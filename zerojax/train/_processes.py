@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,12 +14,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax._examples import map_batch
+from zerojax._examples import example_leaves, map_batch
 from zerojax._tree import is_key, leaves_by_path, named_tuples
 from zerojax._types import PyTree
 from zerojax._version import __version__
 from zerojax.layout import Layout
-from zerojax.processes import agree, together
+from zerojax.processes import agree, gather_texts, together
 from zerojax.recipe import Recipe
 from zerojax.train._checks import check_batch
 from zerojax.train._state import TrainState
@@ -42,6 +43,13 @@ def agree_on(
         facts |= {what: _values(tree) for what, tree in given.items()}
         facts["program"] = lower().as_text()
     agree(name, facts)
+    arrays = (x for _, x in example_leaves(given.get("batch")) if isinstance(x, jax.Array))
+    shards = [shard for x in arrays for shard in x.addressable_shards[:1]]
+    texts = str([x.index for x in shards]), _values([x.data for x in shards])
+    places, rows = (gather_texts(f"{name}: rows", text) for text in texts)
+    if len({*rows}) == 1 < len({*places}):
+        told = "all processes hand over the same rows: write step.place(x[index::count]) for"
+        warnings.warn(f"{told} index, count = step.batch_part", stacklevel=2)
     return True
 
 

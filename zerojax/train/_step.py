@@ -17,14 +17,7 @@ from zerojax._quiet import uncollected
 from zerojax._tree import as_shapes, unwrapped
 from zerojax._types import PyTree
 from zerojax.audit import AuditReport, audit
-from zerojax.collectives import (
-    compiler_options,
-    forms,
-    gather_where_used,
-    gathers,
-    gradients,
-    passes,
-)
+from zerojax.collectives import compiler_options, forms, gathers, gradients, passes
 from zerojax.layout import Layout, LeafLayout, as_transformation
 from zerojax.memory import check_policy, rematerialised
 from zerojax.processes import check_copies
@@ -234,7 +227,7 @@ class TrainStep(Shown):
         check_state(state, self.abstract_state())
 
         def run(state: TrainState, batch: PyTree) -> Any:
-            loss_fn = gather_where_used(self._loss.without_noise(), self.layout)
+            loss_fn = gathers.gather_where_used(self._loss.without_noise(), self.layout)
             given = self._given(state, batch)
             out = self._ahead(loss_fn)(unwrapped(state.params), given, state.model_state)
             return out[:2] if self._loss.has_aux else out[0]
