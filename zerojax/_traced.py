@@ -115,8 +115,7 @@ class _Inline:
     def __call__(self, eqn: Any, values: list[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
         if _jaxpr.called(eqn) is not None or name == "cond":
-            run = functools.partial(_jaxpr.run, step=self)
-            return _jaxpr.run_bodies(eqn, values, run)
+            return _jaxpr.run_bodies(eqn, values, functools.partial(_jaxpr.run, step=self))
         if name == "dot_general" and not (result := eqn.outvars[0].aval).shape:
             x, y = (self._rows.get(id(v), (v, v))[1] for v in values)
             (of_x, of_y), _ = eqn.params["dimension_numbers"]

@@ -54,8 +54,7 @@ def parameter_ends(path: str, params: Collection[str], beside: Collection[str]) 
     ends = [end for end in path_ends(path) if end in params]
 
     def is_partial(end: str) -> bool:
-        start = path.removesuffix(end)
-        return not all(start + name in beside for name in params)
+        return not all(path.removesuffix(end) + name in beside for name in params)
 
     return sorted(ends, key=is_partial) if ends[1:] else ends
 

@@ -283,3 +283,27 @@ def test_arguments_in_the_wrong_place_are_named(mesh8):
         make(None, TX, layout)
     with pytest.raises(TypeError, match="a Recipe is expected, got str"):
         make(loss_fn, TX, layout, "bf16")
+
+
+def test_an_error_in_the_loss_tells_what_it_was_traced_with(mesh8):
+    step = make(mesh8, 2, loss=lambda params, batch: loss_fn(params, batch["x"]))
+    state = step.init(init, jax.random.key(0))
+    with pytest.raises(TypeError, match="contracting") as failed:
+        step(state, {"x": jnp.ones((32, 48))})
+    assert "the batch {'x': 'float32[32,48" in failed.value.__notes__[0]
+    with pytest.raises(KeyError) as failed:
+        step(state, {"y": batch()})
+    assert "the batch {'y': 'float32[32,64" in failed.value.__notes__[0]
+    step(state, {"x": batch()})  # nothing is lost
+
+
+def test_a_step_tells_when_it_is_compiled_for_many_shapes(mesh8, monkeypatch):
+    monkeypatch.setattr("zerojax.train._step.MANY", 3)
+    step = make(mesh8, 2)
+    state = step.init(init, jax.random.key(0))
+    for examples in (8, 16, 8):
+        state, _ = step(state, batch(examples=examples))
+    with pytest.warns(UserWarning, match=r"3 programs .* \(24, 64\) now: pad") as told:
+        state, _ = step(state, batch(examples=24))
+    assert told[0].filename == __file__
+    step(state, batch(examples=32))

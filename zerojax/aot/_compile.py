@@ -70,8 +70,7 @@ def _keep(key: str, answer: Program | DoesNotFit) -> None:
             partial.write_bytes(gzip.compress(json.dumps(held).encode(), compresslevel=6))
             partial.replace(path)
     except OSError as error:
-        reason = f"the program can't be kept in {path.parent}: {error.strerror}"
-        warnings.warn(reason, stacklevel=3)
+        warnings.warn(f"the program can't be kept in {path.parent}: {error.strerror}", stacklevel=3)
 
 
 def _path(key: str) -> Path:

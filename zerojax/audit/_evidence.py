@@ -125,8 +125,7 @@ class Evidence:
             body = frame.enter(self.module, loop) if loop.name in around else None
             if body is None or (root := body.computation.root).opcode != "tuple":
                 return
-            result = root.operands[line.index]
-            made = hlo.source_of(self.module, body, result)
+            made = hlo.source_of(self.module, body, root.operands[line.index])
             if made is None or made[1].opcode == "dynamic-update-slice":
                 return
             yield around[loop.name]

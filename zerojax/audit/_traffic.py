@@ -205,8 +205,7 @@ def _measure(move: Move, matcher: Matcher) -> Move:
             match = longer
     if not match.form:
         return move
-    share = 1 - math.prod(match.key) / max(move.record.elements, 1)
-    padding = share * move.judged
+    padding = (1 - math.prod(match.key) / max(move.record.elements, 1)) * move.judged
     return dataclasses.replace(move, match=match, padding=padding, judged=move.judged - padding)
 
 

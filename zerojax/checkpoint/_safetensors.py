@@ -205,8 +205,7 @@ def _endings(manifest: Manifest, part: str | None, root: Path) -> dict[str, str]
     if not found and part is None:
         found = {p: p for p in manifest.leaves}
     if not found:
-        known = ", ".join(parts(manifest))
-        raise ValueError(f"{root} has no part {part!r}; it has {known}")
+        raise ValueError(f"{root} has no part {part!r}; it has {', '.join(parts(manifest))}")
     keys = [path for path in found if manifest.leaves[path].is_key]
     if keys:
         told = f"leaf {keys[0]!r} holds PRNG keys, which safetensors files can't"

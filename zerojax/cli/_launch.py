@@ -54,8 +54,7 @@ def launch(options: LaunchOptions) -> None:
     with socket.socket() as free:
         free.bind((HERE, 0))
         run = f"{HERE}:{free.getsockname()[1]} {options.processes}"
-    zerojax = ["-m", "zerojax"] * (options.words[0] == "train")
-    command = [sys.executable, *zerojax, *options.words]
+    command = [sys.executable, *["-m", "zerojax"] * (options.words[0] == "train"), *options.words]
     started, printed = list[subprocess.Popen[bytes]](), list[Future[None]]()
     signals, threads = list[int](), ThreadPoolExecutor(options.processes)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -67,8 +67,7 @@ class Demand:
     def checkpoints(self, given: Setting, count: int) -> float:
         if self.trace is None or not given.sharing.offloads:
             return 0.0
-        lifetimes = self._lifetimes(given, count)
-        return traced.checkpoint_bytes(lifetimes, count, given.sharing)
+        return traced.checkpoint_bytes(self._lifetimes(given, count), count, given.sharing)
 
     def carried_elements(self, count: int) -> float:
         """Count the elements that layers hand on to each other: b*s*h each, 0 where not known."""

@@ -77,7 +77,6 @@ def estimate(given: Setting, demand: Demand, count: int) -> Plan:
         moved[axes] += elements
     if model := demand.model_elements(given, count):
         moved[MODEL,] += model
-    beside = demand.peak(given, count)
     return Plan(
         stage=layout.stage,
         num_params=layout.num_params,
@@ -93,7 +92,7 @@ def estimate(given: Setting, demand: Demand, count: int) -> Plan:
             gradients=counted["gradients"],
             optimizer=given.optimizer,
             masters=0 if given.hosted else counted["masters"],
-            total=math.ceil(given.optimizer + given.sums + beside),
+            total=math.ceil(given.optimizer + given.sums + demand.peak(given, count)),
             host=given.hosted + math.ceil(demand.checkpoints(given, count)),
             theory=given.states.theory["total"],
         ),

@@ -219,7 +219,13 @@ class Loss:
         """Return the loss, the aux and the new state of the model; None where there is none."""
         values = {**given, "model_state": model_state}
         asked = {name: values[name] for name in self.asks}
-        out = self.function(params, unmarked(given["batch"]), **asked)
+        batch = unmarked(given["batch"])
+        try:
+            out = self.function(params, batch, **asked)
+        except Exception as error:
+            types = jax.tree.map(lambda x: str(jax.typeof(x)), batch)
+            error.add_note(f"raised while loss_fn was traced with params and the batch {types}")
+            raise
         has_state = "model_state" in self.asks
         loss, extra = read_loss(out, has_aux=self.has_aux, has_state=has_state)
         if not has_state:

@@ -30,6 +30,8 @@ from zerojax.train._update import Update, global_norm, kept_unless, next_loss_sc
 
 #: Between the check of a state and the call no other thread may donate it: jaxlib would crash.
 _CALLING = threading.RLock()
+#: From so many programs on a step tells that each takes its time to compile.
+MANY = 8
 
 
 class TrainStep(Shown):
@@ -189,6 +191,10 @@ class TrainStep(Shown):
                     if agree_on(f"compiling {what}", self.layout, self.recipe, state, lower, given):
                         check_copies(f"compiling {what}", {"state": state, "batch": batch})
                     self._agreed.add(jitted)
+                    if len(self._agreed) == MANY:
+                        shapes = jax.tree.map(jnp.shape, batch)
+                        told = f"{MANY} programs are compiled for batches of other shapes, {shapes}"
+                        warnings.warn(f"{told} now: pad examples to a few lengths", stacklevel=3)
                 return jitted(state, batch)
             except ValueError:
                 # What jit says of leaves and placements names neither; the good path pays nothing.

@@ -165,8 +165,7 @@ def measure(
     found: dict[str, float] = {}
     if (hardware := hardware_of(devices[0].device_kind)) is not None:
         rate = hardware.flops_fp32 if precision == "fp32" else hardware.flops
-        attention = 12 * config.num_layers * config.width * config.context
-        flops = 6 * gpt.num_params(config) + attention
+        flops = 6 * gpt.num_params(config) + 12 * config.num_layers * config.width * config.context
         found["mfu"] = round(tokens_per_second * flops / (rate * len(devices)), 4)
     here = jax.process_index()
     stats = [one.memory_stats() or {} for one in devices if one.process_index == here]

@@ -158,8 +158,7 @@ class Opening:
         if self.gathers or like.dim is None or jnp.ndim(x) == 0 or self.widens(x.dtype):
             return x
         boxed = dataclasses.replace(like, value=jnp.broadcast_to(x, like.value.shape))
-        whole = as_spec(like.entries)
-        place = functools.partial(constrain, layout=self.layout, spec=whole)
+        place = functools.partial(constrain, layout=self.layout, spec=as_spec(like.entries))
         is_float = jnp.issubdtype(x.dtype, jnp.inexact)
         return (self._placing(place, boxed) if is_float else place)(boxed.value)
 

@@ -159,8 +159,7 @@ class _Reader:
         if name == "sharding_constraint":
             axes = {*jax.tree.leaves((*getattr(eqn.params["sharding"], "spec", ()),))}
             if along := axes & {*jax.sharding.get_abstract_mesh().manual_axes}:
-                told = f"it places along {along} an array of which each device has its part"
-                raise Refused(told)
+                raise Refused(f"it places along {along} an array of which each device has its part")
         if bodies(eqn):
             return self._loop(eqn, other, values)
         has_rule = self.differentiated and name in ("custom_jvp_call", "custom_vjp_call")

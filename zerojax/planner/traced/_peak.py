@@ -224,8 +224,7 @@ class _Clock:
         """
         spans: dict[tuple[int, int], list[int]] = {}
         for number, (owner, time) in enumerate(self.lifetimes.uses):
-            region = self.program.ops[time].region or -number
-            spans.setdefault((owner, region), []).append(time)
+            spans.setdefault((owner, self.program.ops[time].region or -number), []).append(time)
         found, size, begins, earlier = [], math.inf, 0, 0
         for (owner, _), times in sorted(spans.items(), key=lambda pair: min(pair[1])):
             part = self.weights.parameters[owner]
