@@ -336,30 +336,3 @@ def test_a_copy_that_the_loss_reads_may_be_whole_as_parameters_are(mesh8):
 
     places = (layout.params, layout.params, layout.opt_state(TX))
     assert report_of(layout, step, places, places, donate_argnums=(0, 1, 2)).problems == ()
-
-
-@pytest.mark.parametrize("is_gathered", [True, False])
-def test_a_frozen_base_beside_adapters_is_read_and_no_state(mesh8, is_gathered):
-    """Another layout cuts it: its gathers are the loss's own, and it is no batch."""
-    shapes = shapes_of({"down": (WIDTH, 8), "up": (8, 128)})
-    layout = zerojax.make_layout(shapes, mesh8, stage=3, min_size=0)
-    of_base = zerojax.make_layout(MODEL, mesh8, stage=3)
-    base = jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=at),
-        MODEL, of_base.params,
-    )  # fmt: skip
-
-    def loss(adapters, x, model_state):
-        def of(base):
-            hidden = jax.nn.relu(x @ base["up"] + x @ adapters["down"] @ adapters["up"])
-            return mse(hidden @ base["down"], x)
-
-        of = zerojax.gather_where_used(of, of_base) if is_gathered else of
-        return of(model_state), model_state
-
-    recipe = zerojax.Recipe(precision="bf16")
-    step = zerojax.make_train_step(loss, TX, layout, recipe, model_state=base)
-    report = step.audit(jax.ShapeDtypeStruct((256, WIDTH), jnp.bfloat16))
-    assert report.problems == ()
-    assert report.judged_volume <= report.theory_volume < report.volume / 4
-    assert report.memory.other == pytest.approx(BYTES / 2 / 8, rel=0.05)

@@ -67,3 +67,32 @@ def test_a_slice_beside_the_program_is_followed():
     )
     value = Value(Frame(computation=module.entry), "new", None)
     assert Origins(module, [batch], [], []).are_of_examples([value])
+
+
+def test_what_is_gathered_in_parts_is_made_of_what_was_gathered_first():
+    """A torus gathers a frozen base axis by axis; a gather of examples is no weight's."""
+    text = wrap(
+        "%base = f32[8,64]{1,0} parameter(0)",
+        "%x = f32[8,64]{1,0} parameter(1)",
+        "%part = f32[16,64]{1,0} all-gather(%base), replica_groups={{0,4},{1,5},{2,6},{3,7}}, "
+        "dimensions={0}",
+        "%whole = f32[64,64]{1,0} all-gather(%part), replica_groups={{0,1,2,3},{4,5,6,7}}, "
+        "dimensions={0}",
+        "%h = f32[8,64]{1,0} dot(%x, %whole), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        "ROOT %all = f32[64,64]{1,0} all-gather(%h), replica_groups={{0,1,2,3,4,5,6,7}}, "
+        "dimensions={0}",
+    )
+    module = parse_module(text)
+    held = [
+        SimpleNamespace(
+            kind=kind,
+            argument=SimpleNamespace(number=number, shape=(64, 64), shard_shape=(8, 64)),
+        )
+        for number, kind in enumerate(("other", "batch"))
+    ]
+    origins = Origins(module, held, [], [])
+    values = {name: Value(Frame(computation=module.entry), name, None) for name in ("part", "h")}
+    assert not origins.are_of_examples([values["part"]])  # it was made by a collective
+    assert origins.is_given(values["part"])
+    assert not origins.is_given(values["h"])
+    assert origins.are_of_examples([values["h"]])

@@ -1,5 +1,6 @@
 """What each argument of a program is to ZeRO, and how large the layout wants its shard."""
 
+import collections
 import itertools
 import math
 import re
@@ -77,9 +78,10 @@ def classify(program: Program, layout: Layout) -> Iterator[Held]:
         owners |= {number: index for index, number in enumerate(tree)}
     for number, (index, kind) in _alone(leaves, program.outputs, kinds, owners, layout).items():
         kinds[number], owners[number] = kind, index
-    states = {leaves[number].owner for number in kinds}
+    states, nets = {leaves[number].owner for number in kinds}, _nets(leaves, layout)
     for number, leaf in enumerate(leaves):
         kind = kinds.get(number) or _rest(leaf, leaf.owner in states, layout)
+        kind = "other" if kind == "batch" and leaf.owner in nets else kind
         owner, on_host = owners.get(number), bool(leaf.memory_kind) or leaf.number in hosted
         shards = _shards(leaf, kind, owner, placed.get(number, ()), layout)
         yield Held(argument=leaf, kind=kind, parameter=owner, shards=shards, on_host=on_host)
@@ -189,9 +191,23 @@ def _rest(leaf: Argument, is_beside_states: bool, layout: Layout) -> HeldKind:
     if not leaf.shape or leaf.dtype.startswith("key<") or "model_state" in leaf.path.split("/"):
         return "other"
     cut = leaf.shard_shape and leaf.shard_shape[0] < leaf.shape[0]
-    spec = f"{leaf.spec} "
-    along = any(f"'{axis}'" in spec for axis in layout.batch_axes)
+    along = any(f"'{axis}'" in leaf.spec for axis in layout.batch_axes)
     return "batch" if (cut and along) or not is_beside_states else "other"
+
+
+def _nets(leaves: Iterable[Argument], layout: Layout) -> set[str]:
+    """Return the arguments that are weights of another net, as a teacher's.
+
+    They are cut along dims of several sizes, and some of them along an inner dim: `[1024, 512]` of
+    an embedding along 1024, `[6, 512, 2048]` along 512. A batch is cut along as many examples.
+    """
+    cuts = collections.defaultdict[str, dict[int, bool]](dict)
+    for leaf in leaves:
+        pairs = enumerate(zip(leaf.shape, leaf.shard_shape, strict=True))
+        cut = [(size, 0 < dim < len(leaf.shape) - 1) for dim, (size, part) in pairs if part < size]
+        if len(cut) == 1 and any(f"'{axis}'" in leaf.spec for axis in layout.batch_axes):
+            cuts[leaf.owner].update(cut)
+    return {owner for owner, sizes in cuts.items() if len(sizes) > 1 and any(sizes.values())}
 
 
 def _shards(

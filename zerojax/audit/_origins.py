@@ -8,6 +8,8 @@ from zerojax.audit._match import UNMATCHED
 from zerojax.audit._traffic import Move
 from zerojax.hlo import Loop, Module, Value, arguments_of, is_collective
 
+Key = tuple[str, str, int | None]  # of a value: computation, name, index
+
 
 class Origins:
     """Follow values of a program back to its batch, as far as the collectives on their way."""
@@ -26,7 +28,7 @@ class Origins:
         self._weights = {number for kind, number in numbers if kind == "parameter"}
         self._given = {number for kind, number in numbers if kind in ("copy", "other")}
         self._others = {(m.record.computation, m.record.name) for m in moves if not m.is_ours}
-        self._clean: set[tuple[str, str, int | None]] = set()
+        self._clean: dict[tuple[str, ...], set[Key]] = {}  # by what a walk goes through
 
     def are_of_examples(self, values: Iterable[Value]) -> bool:
         return not self._batch.isdisjoint(self._arguments(values))
@@ -47,14 +49,20 @@ class Origins:
 
     def is_given(self, value: Value) -> bool:
         """Return whether a value is made of neither states nor examples: of a reference, say."""
-        found = self._arguments([value]) if self._given else set()
+        # On a torus some axes are gathered first: what is gathered is a gather's result.
+        found = self._arguments([value], "all-gather") if self._given else set()
         return bool(found) and found <= self._given
 
-    def _arguments(self, values: Iterable[Value]) -> set[int]:
-        seen: set[tuple[str, str, int | None]] = set()
-        found = set(arguments_of(self._module, *values, until=self._ends, seen=seen))
+    def _arguments(self, values: Iterable[Value], *through: str) -> set[int]:
+        seen, clean = set[Key](), self._clean.setdefault(through, set())
+
+        def until(value: Value) -> bool:
+            is_end = self._ends(value) and not value.line.opcode.startswith(through)
+            return is_end or value.key in clean
+
+        found = set(arguments_of(self._module, *values, until=until, seen=seen))
         if found.isdisjoint(self._batch | self._states | self._weights | self._given):
-            self._clean |= seen  # where one walk found nothing, the next need not go
+            clean |= seen  # where one walk found nothing, the next need not go
         return found
 
     def _ends(self, value: Value) -> bool:
@@ -65,7 +73,7 @@ class Origins:
         # What the step before has made is what a step is given.
         caller, root = value.frame.caller, value.frame.computation.root
         is_before = caller is not None and caller.name in self._steps and line is root
-        return beside or crosses or is_before or value.key in self._clean
+        return beside or crosses or is_before
 
 
 def without_activations(moves: Sequence[Move], origins: Origins) -> tuple[Move, ...]:

@@ -117,8 +117,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         text = path.read_bytes().decode()
         found = json.loads(text)
         version, digest = found["format"], found.pop("digest", None)
-        written = text.replace(str(digest), NO_DIGEST, 1)
-        is_whole = digest == _files.digest_text(written)
+        is_whole = digest == _files.digest_text(text.replace(str(digest), NO_DIGEST, 1))
         manifest = made(Manifest, found) if is_whole and version == FORMAT else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         wrong = f"{MANIFEST} can't be read ({error!r})"

@@ -109,12 +109,9 @@ def read_state(
 
 def rebuilt(found: Mapping[str, jax.Array], like: PyTree) -> PyTree:
     """Put arrays that were read, by path, into the structure of `like`."""
-    leaves = [
-        jax.random.wrap_key_data(found[path], impl=x.dtype)
-        if path in found and is_key(x)
-        else found.get(path, x)
-        for path, x in leaves_by_path(like).items()
-    ]
+    pairs = [(x, found.get(path, x)) for path, x in leaves_by_path(like).items()]
+    wrap = jax.random.wrap_key_data
+    leaves = [wrap(y, impl=x.dtype) if is_key(x) and y is not x else y for x, y in pairs]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 

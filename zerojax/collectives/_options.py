@@ -27,11 +27,9 @@ from zerojax.layout import Layout
 OPTIONS: Mapping[str, Mapping[str, Any]] = read_table("zerojax.collectives", "options.toml")
 #: What bounds the bytes that are combined into one collective, by platform. libtpu combines
 #: all-reduces and the reduce-scatters it makes of them; it leaves gathers alone.
+_OPS = "all_gather", "reduce_scatter", "all_reduce"
 _BUCKETS = {
-    "gpu": tuple(
-        f"xla_gpu_{op}_combine_threshold_bytes"
-        for op in ("all_gather", "reduce_scatter", "all_reduce")
-    ),
+    "gpu": tuple(f"xla_gpu_{op}_combine_threshold_bytes" for op in _OPS),
     "tpu": ("xla_jf_crs_combiner_threshold_in_bytes", "xla_tpu_ars_combiner_threshold_in_bytes"),
 }
 #: Where a user sets options for all programs of a process.
@@ -49,13 +47,8 @@ def compiler_options(layout: Layout, bucket_bytes: int | None = None) -> dict[st
     `bucket_bytes` are the most of a collective that is made of several; None for the table's.
     """
     user = {x for name in _VARIABLES for x in re.findall(r"--(\w+)", os.environ.get(name, ""))}
-    wanted = {
-        name: value
-        for row in OPTIONS.values()
-        if _is_for(row, layout)
-        for name, value in row["options"].items()
-        if name not in user
-    }
+    rows = (row["options"].items() for row in OPTIONS.values() if _is_for(row, layout))
+    wanted = {name: value for row in rows for name, value in row if name not in user}
     if bucket_bytes is not None:
         wanted |= dict.fromkeys(_BUCKETS.get(layout.platform, ()), str(bucket_bytes))
     return dict(_known(layout.mesh, tuple(wanted.items()))) if wanted else {}

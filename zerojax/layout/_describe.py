@@ -18,12 +18,8 @@ from zerojax.layout._tree_layout import TreeLayout
 from zerojax.recipe import Precision, Recipe
 
 #: The kinds of tensor, and how many of one are called: the key of their bytes in reports.
-PLURALS: dict[Kind, str] = {
-    "parameter": "parameters",
-    "gradient": "gradients",
-    "master": "masters",
-    "optimizer": "optimizer",
-}
+PLURALS: dict[Kind, str] = {kind: f"{kind}s" for kind in ("parameter", "gradient", "master")}
+PLURALS["optimizer"] = "optimizer"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -208,9 +208,8 @@ def _cut(mesh: Mesh, groups: list[list[SubAxis]], further: tuple[Axes, ...]) -> 
     parts = (cut or {axis: mesh.shape[axis]} for axis, cut in pieces.items())
     sizes = {name: size for part in parts for name, size in part.items()}
     auto = (AxisType.Auto,) * len(sizes)
-    refined = Mesh(mesh.devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=auto)
     return Phases(
-        mesh=refined,
+        mesh=Mesh(mesh.devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=auto),
         axes=(*phases, *further),
         dims=tuple(tuple(dict.fromkeys(sub_axis.dim for sub_axis in group)) for group in groups),
         reason=f"over all of them at once, a {mesh.devices.flat[0].device_kind} all-reduces",

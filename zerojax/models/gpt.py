@@ -295,8 +295,7 @@ def _dense(params: Params, x: jax.Array, axis: str | None = None) -> jax.Array:
 def _norm(params: Params, x: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     mean = wide.mean(-1, keepdims=True)
-    variance = wide.var(-1, keepdims=True)
-    normal = (wide - mean) * jax.lax.rsqrt(variance + 1e-5)
+    normal = (wide - mean) * jax.lax.rsqrt(wide.var(-1, keepdims=True) + 1e-5)
     scale, bias = params["scale"].astype(jnp.float32), params["bias"].astype(jnp.float32)
     return (normal * scale[None, None] + bias[None, None]).astype(x.dtype)
 

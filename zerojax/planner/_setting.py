@@ -78,8 +78,7 @@ class Setting:
 
     @cached_property
     def theory(self) -> Theory:
-        scatters = self.network.hardware.platform != "cpu"
-        return theory_of(self.layout, self.recipe, scatters=scatters)
+        return theory_of(self.layout, self.recipe, scatters=self.network.hardware.platform != "cpu")
 
     @property
     def item_bytes(self) -> tuple[float, float]:

@@ -152,8 +152,7 @@ def check_operands(name: str, values: list[Value], *, of_examples: bool) -> None
     fixed = [values[n] for n in _FIXED.get(name, ()) if n < len(values)]
     if (name == "div" and values[1].pooled) or any(value.pooled for value in fixed):
         raise Refused("it is not linear in what was made of all examples")
-    is_signed = name in primitives("signs", "signed")
-    by_sign = is_signed and sum(not value.zero for value in values) == 1
+    by_sign = name in primitives("signs", "signed") and sum(not value.zero for value in values) == 1
     if not by_sign and any(value.degree for value in (fixed if name in LINEAR else values)):
         raise Refused("it computes with the number of examples, or with what that divides")
     picks = primitives("positions", "same", "places")

@@ -75,8 +75,7 @@ def check_params(eqn: Any, other: Any, dim: int | None = None, *, grows: bool = 
         if not (_is_plain(one) and _is_plain(two)) or repr(one) == repr(two):  # nan is not nan
             continue
         if grows and name in _ENDS:
-            pairs = enumerate(zip(one, two, strict=True))
-            is_size = {n for n, (a, b) in pairs if a != b} == {dim}
+            is_size = {n for n, (a, b) in enumerate(zip(one, two, strict=True)) if a != b} == {dim}
         else:
             is_size = grows and name in _SHAPES
         if not is_size:

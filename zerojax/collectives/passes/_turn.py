@@ -71,8 +71,7 @@ class Turn(Equations):
         inputs = {var.aval.shape for var in self.carried}
         values = self.activations if self.reduces else self.jaxpr.outvars[len(self.carried) :]
         stacked = (x for x in values if x.aval.shape not in inputs)
-        gathered = bytes_of(x.outvars[0] for x in self.gathers)
-        return bytes_of(stacked) / parts > gathered > 0
+        return bytes_of(stacked) / parts > bytes_of(x.outvars[0] for x in self.gathers) > 0
 
     def _is_counter(self, var: Any) -> bool:
         """Whether a turn counts a carried value on: `out = add var 1`."""

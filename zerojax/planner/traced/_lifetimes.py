@@ -94,8 +94,7 @@ class Lifetimes:
         self.brief = self._brief() if examples else frozenset[int]()
         #: parameter and operation of each use, for which it has to be whole
         single = (x for x in self.launches if x.op.kind != "loop")
-        whole = self.weights.parameters.keys()
-        self.uses = [(v, x.time) for x in single for v in x.reads & whole]
+        self.uses = [(v, x.time) for x in single for v in x.reads & self.weights.parameters.keys()]
         #: what loops stack for the backward pass, and whether layers hand it on to each other
         self.stacked = self._stacked()
 

@@ -22,8 +22,7 @@ class Part(NamedTuple):
     share: float = 1.0  # of its elements
 
     def sliced(self, outer: Value, inner: Value) -> "Part":
-        elements = self.share * math.prod(inner.shape)
-        return Part(self.leaf, elements / max(math.prod(outer.shape), 1))
+        return Part(self.leaf, self.share * math.prod(inner.shape) / max(math.prod(outer.shape), 1))
 
 
 #: Parts of parameters by the values that they, or their gradients, are.
