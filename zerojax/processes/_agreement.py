@@ -119,8 +119,7 @@ def _checksum(x: jax.Array) -> jax.Array:
         x = x.astype(jnp.float32)  # exact for all types of 8 bits and less
     bits = lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
     places = lax.iota(jnp.uint32, bits.size) * jnp.uint32(0x9E3779B9)
-    mixed = bits.reshape(-1).astype(jnp.uint32) + places
-    return mixed_bits(mixed).sum(dtype=jnp.uint32)
+    return mixed_bits(bits.reshape(-1).astype(jnp.uint32) + places).sum(dtype=jnp.uint32)
 
 
 class CommonStop:

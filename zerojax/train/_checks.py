@@ -228,6 +228,9 @@ class Loss:
             raise
         has_state = "model_state" in self.asks
         loss, extra = read_loss(out, has_aux=self.has_aux, has_state=has_state)
+        if jnp.result_type(loss).itemsize < 4:
+            told = f"the loss is {jnp.result_type(loss)}, which holds three digits"
+            warnings.warn(f"{told}: compute it from logits.astype(jnp.float32)", stacklevel=2)
         if not has_state:
             return loss, extra, None
         aux, new = extra if self.has_aux else (None, extra)

@@ -178,9 +178,8 @@ def check_exposed(evidence: Evidence) -> Iterator[Problem]:
     exposed = sum(one.exposed_seconds for one in found)
     if min(exposed, schedule.work_seconds) < EXPOSED * schedule.step_seconds:
         return
-    names = some(list(dict.fromkeys(f"{one.op} of {some(one.leaves, 2)}" for one in found)), 2)
     yield Problem(
-        where=names,
+        where=some(list(dict.fromkeys(f"{one.op} of {some(one.leaves, 2)}" for one in found)), 2),
         expected=f"at most {EXPOSED:.0%} of a step spent waiting for what loops move",
         seen=f"{len(found)} in loops with nothing scheduled beside them: "
         f"{exposed / schedule.step_seconds:.0%} of {schedule.step_seconds * 1e3:.2f} ms",

@@ -151,8 +151,7 @@ def run_late(
     reduced, todo = set(gradients), [v for v in gradients if v in made]
     while todo:  # and what they are only views of
         op = made[todo.pop()]
-        is_view = op.kind == "fused" and len(op.read) == 1
-        found = [v for v in op.read if v in made and is_view]
+        found = [v for v in op.read if v in made and op.kind == "fused" and len(op.read) == 1]
         reduced.update(found)
         todo += found
     loss = set(program.outputs[:1] if examples else ())
