@@ -16,39 +16,12 @@ from zerojax.planner import Placement, Plan, Workload, model_state_bytes, plan, 
 from zerojax.recipe import DynamicLossScale, Precision, Recipe, RematPolicy
 from zerojax.train import TrainState, TrainStep, make_train_step, unpad
 
-__all__ = [
-    "AuditError",
-    "AuditReport",
-    "Checkpoints",
-    "DynamicLossScale",
-    "Hardware",
-    "Layout",
-    "Placement",
-    "Plan",
-    "Precision",
-    "Recipe",
-    "RematPolicy",
-    "Rule",
-    "TrainState",
-    "TrainStep",
-    "Whole",
-    "Workload",
-    "__version__",
-    "apply_updates",
-    "audit",
-    "checked",
-    "gather_where_used",
-    "make_layout",
-    "make_mesh",
-    "make_train_step",
-    "model_state_bytes",
-    "plan",
-    "quantized",
-    "rematerialised",
-    "restore",
-    "save",
-    "search_plans",
-    "sharded",
-    "topology_mesh",
-    "unpad",
-]
+__all__ = ["__version__"]
+__all__ += ["Layout", "Rule", "make_layout", "make_mesh", "topology_mesh"]  # where leaves live
+__all__ += ["DynamicLossScale", "Precision", "Recipe", "RematPolicy"]  # how a step is computed
+__all__ += ["TrainState", "TrainStep", "Whole", "make_train_step", "unpad"]
+__all__ += ["apply_updates", "gather_where_used", "quantized", "rematerialised", "sharded"]
+__all__ += ["AuditError", "AuditReport", "audit", "checked"]
+__all__ += ["Hardware", "Placement", "Workload"]
+__all__ += ["Plan", "model_state_bytes", "plan", "search_plans"]  # before anything is compiled
+__all__ += ["Checkpoints", "restore", "save"]

@@ -9,6 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from tests.audit.audit_programs import shapes_of
+from zerojax.audit import audit
 
 TX = optax.adam(1e-3)
 WIDTH, HIDDEN, BATCH = 48, 160, 64
@@ -118,3 +120,48 @@ def test_two_runs_of_a_network_are_told_to_be_one_that_is_clean(mesh8, stage):
     remedies = {problem.remedy for problem in audit(behind).problems}
     assert any("changes its device: jnp.stack([a, b], axis=1)" in remedy for remedy in remedies)
     assert audit(stacked).problems == ()
+
+
+@pytest.mark.parametrize("order", ["none", "sorted", "permuted before", "sorted and placed"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_examples_in_another_order_may_be_computed_by_every_device(mesh8, stage, order):
+    """XLA brings them to all, and each computes the layers of all: no gradient is summed."""
+    shapes = shapes_of({"embed": (4096, 64), "up": (2, 64, 256), "down": (2, 256, 64)})
+    layout = zerojax.make_layout(shapes, mesh8, stage=stage, min_size=0)
+    tx = zerojax.sharded(TX, layout)
+
+    def loss(params, batch):
+        x = params["embed"][batch["tokens"]]
+        if order.startswith("sorted"):
+            x = x[jnp.argsort(batch["length"])]
+        if order == "sorted and placed":
+            x = jax.lax.with_sharding_constraint(x, layout.batch)
+
+        def layer(x, w):
+            return x + jax.nn.relu(x @ w["up"]) @ w["down"], None
+
+        layers = {name: params[name] for name in ("up", "down")}
+        return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, layers)[0] ** 2)
+
+    def step(params, opt_state, batch):
+        if order == "permuted before":
+            batch = jax.tree.map(lambda x: x[jnp.argsort(batch["length"])], batch)
+        grads = jax.grad(zerojax.gather_where_used(loss, layout))(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return zerojax.apply_updates(params, updates, layout), opt_state
+
+    kept = (layout.params, layout.opt_state(TX))
+    shapes = {"tokens": (16, 16), "length": (16,)}
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
+    places = {"in_shardings": (*kept, layout.batch), "out_shardings": kept}
+    jitted = jax.jit(step, donate_argnums=(0, 1), **places)
+    given = (layout.shapes, jax.eval_shape(TX.init, layout.shapes), batch)
+    report = audit(jitted.lower(*given).compile(), layout, joins_examples=True)
+    found = [problem for problem in report.problems if problem.kind == "reduction"]
+    if order in ("none", "sorted and placed"):
+        assert report.problems == ()
+    else:
+        (problem,) = found
+        assert "its gradient is summed nowhere" in problem.seen
+        assert "down" in problem.where
+        assert "constrain what was put in another order to layout.batch" in problem.remedy

@@ -93,6 +93,20 @@ def test_a_wide_gather_is_a_problem_where_the_precision_says_narrow():
     assert "8-bit elements, as the precision says" in problem
 
 
+def test_short_rows_are_gathered_as_they_are_and_are_no_problem():
+    """Rows of 32 stay as they are; those of 256, of leaves with as many elements, do not."""
+    sizes = {"a": (256, 32), "b": (32, 256)}
+    shapes = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
+    placed = zerojax.make_layout(shapes, zerojax.make_mesh({"data": 8}), stage=3, min_size=64)
+    recipe = zerojax.Recipe(precision=zerojax.Precision(gather="int8"))
+
+    def loss(params, x):
+        return jnp.mean(jnp.tanh(x @ params["a"]) @ params["b"])
+
+    step = zerojax.make_train_step(loss, optax.sgd(0.1), placed, recipe)
+    assert not step.audit(jnp.zeros((64, 256))).problems
+
+
 @pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "model": 2}])
 def test_losses_are_within_a_percent(axes):
     losses = []

@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from safetensors.numpy import save_file
 
 import zerojax
 from zerojax import processes
 from zerojax._tree import leaves_by_path
-from zerojax.checkpoint import _orbax, _save
+from zerojax.checkpoint import _orbax, _save, export_safetensors, import_safetensors
 from zerojax.processes import _texts
 
 SIZE, ROWS, STEPS = 64, 16, 3
@@ -246,7 +247,57 @@ def together(folder):
         "not placed": caught(unplaced),
         "own rows and the whole batch": [told_of_rows(rows_of), told_of_rows(whole_of)],
         "saves": saves(folder),
+        "placed twice": caught(placed_twice),
+        "left out": [caught(left_out), caught(lambda: left_out(folder / "run/99"))],
+        "files": files(folder),
+        "unshared": unshared(folder / f"own.{jax.process_index()}"),
     }
+
+
+def placed_twice():
+    step = make_step()
+    step.place(step.place(rows_of(step, 0)))
+
+
+def left_out(saved=None):
+    """Train, or restore, on the devices of process 0 alone."""
+    mesh = zerojax.make_mesh({"data": 2}, devices=jax.devices()[:2])
+    layout = zerojax.make_layout(jax.eval_shape(init, jax.random.key(0)), mesh, stage=2)
+    step = zerojax.make_train_step(loss, optax.adamw(1e-2), layout)
+    if saved is None:
+        step(step.init(init, jax.random.key(0)), step.place(batch(0)))
+    else:
+        zerojax.restore(saved, layout, step.abstract_state())
+
+
+def files(folder):
+    """Write weights on process 0, and again on the other; read what is another file on each."""
+    index, layout = jax.process_index(), make_step(3).layout
+    path = folder / "weights.safetensors"
+    if index == 0:
+        export_safetensors(folder / "run/99", path)
+    processes.gather_texts("exported", "")
+    again = caught(lambda: export_safetensors(folder / "run/99", path))
+    weights = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    weights["w"][0, :2] = index
+    (own := folder / f"weights.{index}").mkdir()
+    save_file(weights, own / "weights.safetensors")
+    like = layout.shapes
+    differ = caught(lambda: import_safetensors(own / "weights.safetensors", layout, like))
+    read = import_safetensors(path, layout, like)
+    return {"again": again, "differ": differ, "read": sorted(leaves_by_path(read))}
+
+
+def unshared(own):
+    """Save to a folder that has one name, and is another one on each process."""
+    own.mkdir()
+    here, _save.LAG = Path.cwd(), 1.0
+    os.chdir(own)
+    step = make_step(3)
+    state = step.init(init, jax.random.key(0))
+    found = caught(lambda: zerojax.save("/proc/self/cwd/saved", state, step.layout))
+    os.chdir(here)
+    return found
 
 
 def whole_of(_, number):

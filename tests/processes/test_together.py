@@ -126,6 +126,40 @@ def test_processes_that_all_hand_over_the_whole_batch_are_told(found):
         assert "all processes hand over the same rows: write step.place(x[index::count])" in told
 
 
+def test_arrays_that_are_placed_already_are_told(found):
+    for one in found:
+        assert "is placed already: hand it to the step" in one["placed twice"][1]
+
+
+def test_a_process_without_a_device_in_the_mesh_is_told_at_once(found):
+    trained, restored = zip(*(one["left out"] for one in found), strict=True)
+    assert trained[0][0] == "nothing", "a mesh of one process is its own affair"
+    for kind, text, seconds in (trained[1], restored[1]):
+        assert kind == "ValueError"
+        assert text == "process 1 has no device in the mesh; make it of jax.devices()"
+        assert seconds < 30
+    assert "process 1 has no device in the mesh" in restored[0][1]
+
+
+def test_weights_are_written_by_one_process_and_read_from_one_file(found):
+    for one in found:
+        kind, text, _ = one["files"]["again"]
+        assert kind == "FileExistsError"
+        assert text.endswith("and write it on process 0 of the 2")
+        kind, text, _ = one["files"]["differ"]
+        assert kind == "ProcessesDifferError"
+        assert "w: float32[64, 64] that begins with CRC-32" in text
+        assert one["files"]["read"] == sorted(child.SHAPES)
+
+
+def test_a_save_to_a_folder_that_is_not_shared_fails_on_all(folder, found):
+    for index, one in enumerate(found):
+        kind, text, _ = one["unshared"]
+        assert kind == ("ProcessError", "FileNotFoundError")[index]
+        assert "saved is not the folder that process 0 writes to" in text
+        assert not (folder / f"own.{index}/saved/checkpoint.json").exists()
+
+
 @pytest.mark.parametrize("failure", child.FAILURES)
 def test_a_save_that_fails_on_one_process_fails_on_all(found, failure):
     _, _, failing, index = child.FAILURES[failure]

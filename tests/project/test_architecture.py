@@ -226,7 +226,7 @@ def test_a_menu_holds_no_logic(menu):
     docstring, *statements = ast.parse(Path(path).read_text()).body
     assert isinstance(docstring, ast.Expr), f"{menu} does not say what it is"
     for statement in statements:
-        ok = isinstance(statement, ast.Import | ast.ImportFrom | ast.Assign)
+        ok = isinstance(statement, ast.Import | ast.ImportFrom | ast.Assign | ast.AugAssign)
         assert ok, f"{path}:{statement.lineno} is more than an import or a name"
 
 

@@ -251,10 +251,6 @@ def _by_axis(evidence: Evidence, psi: int) -> dict[str, AxisVolume]:
         known = [a for a in theory if set(axes) <= set(a)]
         groups.setdefault(min(known, key=len) if known else axes, []).append(move)
     ours = {*layout.axis, *layout.batch_axes}
-    return {
-        " x ".join(axes): AxisVolume(
-            seen=sum_moved(moves, "moved") / psi,
-            theory=theory.get(axes, 0.0) / psi if ours & set(axes) else None,
-        )
-        for axes, moves in groups.items()
-    }
+    due = {axes: theory.get(axes, 0.0) / psi if ours & set(axes) else None for axes in groups}
+    seen = {axes: sum_moved(moves, "moved") / psi for axes, moves in groups.items()}
+    return {" x ".join(axes): AxisVolume(seen=seen[axes], theory=due[axes]) for axes in groups}

@@ -155,10 +155,9 @@ def traffic_of(evidence: Evidence) -> HostTraffic:
     has_masters = bool(evidence.states("master"))
     leaves, bits = evidence.layout.leaves, evidence.parameter_bits
     held = {n: bits.get(n, item_bits(str(leaves[n].dtype))) / 8 for n in owners}
-    theory = host_theory(evidence.layout, evidence.recipe, held, has_masters=has_masters)
     return HostTraffic(
         to_host=sum(m.to_host * m.runs for m in moves),
         from_host=sum(m.from_host * m.runs for m in moves),
         updated=sum((m.to_host + m.from_host) * m.runs for m in moves if m.is_computed),
-        theory=round(theory),
+        theory=round(host_theory(evidence.layout, evidence.recipe, held, has_masters=has_masters)),
     )

@@ -53,6 +53,11 @@ class Origins:
         found = self._arguments([value], "all-gather") if self._given else set()
         return bool(found) and found <= self._given
 
+    def are_inputs(self, value: Value) -> bool:
+        """Return whether a value is made of examples alone, in another order say."""
+        found = self._arguments([value], "all-gather")
+        return not found.isdisjoint(self._batch) and found.isdisjoint(self._weights | self._states)
+
     def _arguments(self, values: Iterable[Value], *through: str) -> set[int]:
         seen, clean = set[Key](), self._clean.setdefault(through, set())
 
@@ -69,7 +74,8 @@ class Origins:
         line = value.line
         # What runs in a branch or beside the program may have a collective in it.
         beside = line.opcode.startswith(("conditional", "async-", "call-", "fusion-"))
-        crosses = is_collective(line) and value.key[:2] not in self._others
+        is_sum = is_collective(line) and not line.opcode.endswith("-done")
+        crosses = is_sum and value.key[:2] not in self._others
         # What the step before has made is what a step is given.
         caller, root = value.frame.caller, value.frame.computation.root
         is_before = caller is not None and caller.name in self._steps and line is root

@@ -208,7 +208,6 @@ def _leaves(
         shape, name = tuple(info.shape), path_name(path)
         shard = shape if sharding is None else tuple(sharding.shard_shape(shape))
         is_held = any(path[: len(prefix)] == prefix for prefix in states)
-        is_named = OPTIMIZER_NAMES.intersection(name.split("/"))
         yield Argument(
             path=name,
             shape=shape,
@@ -219,7 +218,7 @@ def _leaves(
             placement=places.number(sharding, len(shape)),
             weak_type=bool(getattr(aval, "weak_type", False)),
             memory_kind=places.memory_kind(sharding),
-            role="optimizer" if is_held or is_named else "",
+            role="optimizer" if is_held or OPTIMIZER_NAMES.intersection(name.split("/")) else "",
         )
 
 

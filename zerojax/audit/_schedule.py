@@ -248,8 +248,7 @@ def _transfer(record: Collective, interconnect: Interconnect, hardware: Hardware
     if record.groups:
         size = record.elements * record.item_bits / 8
         return interconnect.transfer(record.op, record.groups, size)
-    seconds = record.moved_bytes / record.runs / hardware.slow_bandwidth  # between slices
-    return Transfer(seconds, ("slow",))
+    return Transfer(record.moved_bytes / record.runs / hardware.slow_bandwidth, ("slow",))
 
 
 def _collective(

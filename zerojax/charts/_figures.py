@@ -105,12 +105,8 @@ HALF, REACH = 0.31, 0.37
 #: The height of the axes in that of the highest bar, which has a label above it.
 ROOM = 1.16
 #: On white, so that a line behind a label does not strike it through.
-ABOVE: dict[str, Any] = {
-    "textcoords": "offset points",
-    "ha": "center",
-    "xytext": (0, 4),
-    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-}
+ABOVE: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "xytext": (0, 4)}
+ABOVE["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 
 
 def write(figure: Figure, path: Path | str) -> None:

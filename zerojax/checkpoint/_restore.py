@@ -18,12 +18,12 @@ from zerojax.checkpoint._manifest import ARRAYS, Manifest, read_manifest, to_tex
 from zerojax.checkpoint._orbax import read_arrays, require_orbax
 from zerojax.checkpoint._verdict import find_sources
 from zerojax.layout import Layout, check_layout
-from zerojax.processes import gather_texts
+from zerojax.processes import check_present, gather_texts, together
 
 #: Characters of its damages that a process tells the others.
 MOST_TOLD = 1 << 16
-#: How tensorstore's errors begin where an array, or a part of it, is not there or not one.
-UNREADABLE = ("NOT_FOUND", "DATA_LOSS")
+#: How errors of tensorstore and orbax begin where an array, or a part of it, is not there or none.
+UNREADABLE = ("NOT_FOUND", "DATA_LOSS", "Encountered error while reading array")
 
 
 def restore(
@@ -62,7 +62,9 @@ def restore(
             the optimizer is another; nothing has been read then.
     """
     require_orbax()
-    check_layout(layout, "restore(directory, layout, like)")
+    with together("restore"):
+        check_layout(layout, "restore(directory, layout, like)")
+        check_present(layout.devices)
     return read_state(_files.local_path(directory), layout, like, tx, partial=partial)[1]
 
 

@@ -15,6 +15,7 @@ Source: https://github.com/huggingface/safetensors, section Format.
 import json
 import os
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,14 @@ from zerojax.checkpoint._leaves import PARAMS, SavedLeaf, places, saved_leaves
 from zerojax.checkpoint._manifest import Manifest, parts, read_leaf, read_manifest, verify
 from zerojax.checkpoint._verdict import IncompatibleCheckpointError, compare_leaves
 from zerojax.layout import Layout
+from zerojax.processes import agree, together
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = f"{SUFFIX}.index.json"
 
 #: The format's name of a dtype to JAX's. 4 and 6 bits to an element are no dtype in memory.
 DTYPES = {
-    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
-    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"{x[0].upper()}{n}": f"{x}{n}" for x in ("uint", "int") for n in (8, 16, 32, 64)},
     **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
     "BOOL": "bool",
     "BF16": "bfloat16",
@@ -128,7 +129,9 @@ def write_safetensors(
     if path.suffix != SUFFIX:
         raise ValueError(f"{path} must end in {SUFFIX}")
     if path.exists():
-        raise FileExistsError(f"{path} exists already; remove it or write to another name")
+        told = f"{path} exists already; remove it or write to another name"
+        of_one = f", and write it on process 0 of the {jax.process_count()}"
+        raise FileExistsError(told + of_one * (jax.process_count() > 1))
     codes = {name: code for code, name in DTYPES.items()}
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     header, end = {}, 0
@@ -213,6 +216,13 @@ def _endings(manifest: Manifest, part: str | None, root: Path) -> dict[str, str]
     return found
 
 
+def _begin(x: jax.ShapeDtypeStruct, path: Path, offset: int) -> str:
+    with path.open("rb") as file:
+        file.seek(offset)
+        data = file.read(min(num_bytes(x.shape, x.dtype), 1 << 16))
+    return f"{x.dtype}{list(x.shape)} that begins with CRC-32 {zlib.crc32(data):08x}"
+
+
 def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTree) -> PyTree:
     """Read weights into the structure and the placement of `like`, for each device its part.
 
@@ -230,7 +240,10 @@ def import_safetensors(path: str | os.PathLike[str], layout: Layout, like: PyTre
         ValueError: a file is damaged, or two leaves are one tensor by name.
     """
     path = local_path(path)
-    tensors = find_tensors(path)
+    with together("import_safetensors"):
+        tensors = find_tensors(path)
+        begins = {} if jax.process_count() == 1 else {x: _begin(*tensors[x]) for x in tensors}
+    agree("import_safetensors", {"tensors": "\n".join(map(": ".join, begins.items()))})
     wanted = saved_leaves(like, layout, optax.identity())  # no leaf is an optimizer's
     named = zip(wanted, _tensor_names(wanted, path), strict=True)
     names = {leaf: name for leaf, name in named if name in tensors}

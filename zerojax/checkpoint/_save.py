@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,6 +32,8 @@ from zerojax.processes import agree, check_copies, gather_texts, together
 
 #: Texts as keys; what they name has to go into JSON.
 Facts: TypeAlias = Mapping[str, Any] | None
+#: Seconds after which a process sees a folder that another has made: NFS looks anew each minute.
+LAG = 60.0
 
 _unwaited: weakref.WeakSet["PendingSave"] = weakref.WeakSet()
 
@@ -98,6 +101,7 @@ def _finish(root: Path, manifest: Manifest, writing: Writing) -> None:
             writing.join()
             (root / UNFINISHED).rename(root / ARRAYS)
     with together(f"{root}: digests"):
+        _await_shared(root / ARRAYS)
         own = digest_files(root, _files_of(root / ARRAYS, index))
     told = gather_texts(f"{root}: digests told", json.dumps(own, default=dataclasses.asdict))
     with together(f"{root}: manifest"):
@@ -107,6 +111,16 @@ def _finish(root: Path, manifest: Manifest, writing: Writing) -> None:
             now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
             write_manifest(root, dataclasses.replace(manifest, files=files, written=now))
             sync(root.parent)
+
+
+def _await_shared(arrays: Path) -> None:
+    """Refuse a folder that process 0 has on a disk of its own; one on a network may lag."""
+    end = time.monotonic() + LAG
+    while not arrays.is_dir():
+        if time.monotonic() > end:
+            told = f"{arrays.parent} is not the folder that process 0 writes to: all processes have"
+            raise FileNotFoundError(f"{told} to see the same, on a disk that they share")
+        time.sleep(LAG / 100)
 
 
 def _files_of(arrays: Path, index: int) -> list[Path]:

@@ -28,13 +28,12 @@ class Result:
 
 def largest_results(module: Module, count: int) -> list[Result]:
     """List the largest results that lie in a device's memory; some of them share a buffer."""
-    found = [
-        Result(name=line.name, shape=_text(line), bytes=size)
-        for line in {id(line): line for _, line in walk(module, SCHEDULED)}.values()
-        if line.opcode not in _NO_BUFFER
-        and not any(tensor.on_host for tensor in line.shapes)
-        and (size := sum(tensor.bytes for tensor in line.shapes))
-    ]
+    every = {id(line): line for _, line in walk(module, SCHEDULED)}.values()
+    lines = (
+        x for x in every if x.opcode not in _NO_BUFFER and not any(t.on_host for t in x.shapes)
+    )
+    sizes = ((x, sum(tensor.bytes for tensor in x.shapes)) for x in lines)
+    found = [Result(name=x.name, shape=_text(x), bytes=size) for x, size in sizes if size]
     return sorted(found, key=lambda one: -one.bytes)[:count]
 
 

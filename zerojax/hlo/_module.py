@@ -282,14 +282,9 @@ def parse_instruction(line: str) -> Instruction | None:
 
 def parse_shapes(text: str) -> tuple[Tensor, ...]:
     """List the tensors that a type names, in order."""
-    return tuple(
-        Tensor(
-            dtype,
-            tuple(int(dim) for dim in dims.replace("<=", "").split(",") if dim),
-            on_host=HOST_MEMORY.search(layout) is not None,
-        )
-        for dtype, dims, layout in _SHAPE.findall(text)
-    )
+    found = _SHAPE.findall(text.replace("<=", ""))
+    sizes = ((x, tuple(map(int, filter(None, dims.split(",")))), where) for x, dims, where in found)
+    return tuple(Tensor(x, dims, HOST_MEMORY.search(where) is not None) for x, dims, where in sizes)
 
 
 def _closing(text: str, pair: str) -> int:

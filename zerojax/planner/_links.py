@@ -152,8 +152,7 @@ def torus_shape(hardware: Hardware, num_devices: int) -> tuple[int, ...]:
             return listed
 
     def rank(shape: tuple[int, ...]) -> tuple[float, int]:
-        width = sum(0.5 if dim % hardware.wrap else 1.0 for dim in shape if dim > 1)
-        return -width, sum(shape)
+        return -sum(0.5 if dim % hardware.wrap else 1.0 for dim in shape if dim > 1), sum(shape)
 
     divisors = [number for number in range(1, num_chips + 1) if num_chips % number == 0]
     shapes = itertools.combinations_with_replacement(divisors, hardware.torus)

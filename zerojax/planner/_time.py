@@ -99,8 +99,7 @@ def _links(given: Setting, model: float, overlap: Mapping[str, float]) -> tuple[
     for moved, width, op, share in parts:
         times = 2 if op == "all-reduce" else 1  # an all-reduce moves everything twice
         for axes, elements in moved.items():
-            size = math.prod(network.axes[name] for name in axes)
-            whole = elements * width * size / (size - 1) / times  # undo (n - 1) / n
-            one = network.seconds(axes, whole, op)
+            size = math.prod(network.axes[name] for name in axes)  # undone is (n - 1) / n
+            one = network.seconds(axes, elements * width * size / (size - 1) / times, op)
             seconds, hidden = seconds + one, hidden + one * share
     return seconds, hidden

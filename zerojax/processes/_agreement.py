@@ -63,6 +63,13 @@ def _difference(texts: Sequence[str]) -> str:
     return "; ".join(f"process {', '.join(who)} has {line!r}" for line, who in holders.items())
 
 
+def check_present(devices: np.ndarray) -> None:
+    """Refuse a mesh without a device of this process, which would wait for the others in vain."""
+    index = jax.process_index()
+    if all(device.process_index != index for device in devices.flat):
+        raise ValueError(f"process {index} has no device in the mesh; make it of jax.devices()")
+
+
 def check_copies(name: str, tree: PyTree) -> None:
     """Compare the copies of what several devices hold, by checksums that the devices compute.
 

@@ -19,7 +19,7 @@ import jax
 from zerojax._arguments import as_amount, as_count
 from zerojax.processes._meeting import meet
 from zerojax.processes._relay import relay
-from zerojax.processes._texts import ProcessError, connection, gather_texts
+from zerojax.processes._texts import ProcessError, ProcessesDifferError, connection, gather_texts
 
 #: Seconds without a sign of life after which a process counts as lost, and seconds to start in.
 PATIENCE, WAIT = 50.0, 60.0
@@ -77,16 +77,12 @@ def initialize(
         raise ValueError(f"the coordinator is {coordinator!r}; give HOST:PORT")
     listens = coordinator if coordinator and coordinator.startswith(_LOOPBACK) else None
     # Where our own signs of life fail as well, jax's end the process, with a stack of C++.
-    late = int(2 * patience)
+    names = ("heartbeat_timeout_seconds", "shutdown_timeout_seconds")
+    seconds: dict[str, Any] = dict.fromkeys(names, int(2 * patience))
+    seconds["initialization_timeout"] = int(wait)
     found = _meet(given, listens, wait)
     try:
-        jax.distributed.initialize(
-            *found,
-            initialization_timeout=int(wait),
-            coordinator_bind_address=listens,
-            heartbeat_timeout_seconds=late,
-            shutdown_timeout_seconds=late,
-        )
+        jax.distributed.initialize(*found, coordinator_bind_address=listens, **seconds)
     except ValueError as error:
         if given == (None, None, None):
             return 1  # no cluster that jax knows
@@ -274,7 +270,7 @@ def leave() -> None:
     for watch in _watches:
         try:
             gather_texts("the end", "", watch.patience)
-        except _LOST as error:
+        except (*_LOST, ProcessesDifferError) as error:
             fail(str(error))
         watch.is_over.set()
         jax.distributed.shutdown()

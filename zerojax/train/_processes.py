@@ -19,7 +19,7 @@ from zerojax._tree import is_key, leaves_by_path, named_tuples
 from zerojax._types import PyTree
 from zerojax._version import __version__
 from zerojax.layout import Layout
-from zerojax.processes import agree, gather_texts, together
+from zerojax.processes import agree, check_present, gather_texts, together
 from zerojax.recipe import Recipe
 from zerojax.train._checks import check_batch
 from zerojax.train._state import TrainState
@@ -36,6 +36,7 @@ def agree_on(
     given: dict[str, PyTree],
 ) -> bool:
     """Compare what a program is made of between processes; return whether there are others."""
+    check_present(layout.devices)
     if all(device.process_index == jax.process_index() for device in layout.devices.flat):
         return False
     with together(name):
@@ -88,10 +89,8 @@ def batch_part(layout: Layout) -> tuple[int, int]:
             f"the rows of a batch over {layout.batch_axes} overlap between processes; make the "
             "mesh with zerojax.make_mesh, so that the devices of a process are neighbours"
         )
-    index = jax.process_index()
-    if index not in rows:
-        raise ValueError(f"process {index} has no device in the mesh; make it of jax.devices()")
-    return parts.index(tuple(sorted(rows[index]))), len(parts)
+    check_present(layout.devices)
+    return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
 
 
 def place_rows(batch: PyTree, layout: Layout, parts: int) -> PyTree:
@@ -99,6 +98,8 @@ def place_rows(batch: PyTree, layout: Layout, parts: int) -> PyTree:
     whole = layout.sharding(P())
 
     def shape(x: Any) -> tuple[int, ...]:
+        if not getattr(x, "is_fully_addressable", True):
+            raise ValueError("an array of the batch is placed already: hand it to the step")
         return jnp.shape(x)[0] * parts, *jnp.shape(x)[1:]
 
     check_batch(map_batch(lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype), batch), layout, 1)

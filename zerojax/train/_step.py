@@ -265,13 +265,9 @@ class TrainStep(Shown):
         if loss_scale is not None and policy is not None:
             metrics["loss_scale"] = loss_scale.scale
             loss_scale = next_loss_scale(policy, loss_scale, finite)
-        new_state = dataclasses.replace(
-            new_state,
-            step=state.step + 1,
-            params=hold(self._written(unwrapped(state.params), params), self.layout),
-            loss_scale=loss_scale,
-            model_state=model_state,
-        )
+        kept = {"step": state.step + 1, "loss_scale": loss_scale, "model_state": model_state}
+        params = hold(self._written(unwrapped(state.params), params), self.layout)
+        new_state = dataclasses.replace(new_state, params=params, **kept)
         if self._loss.has_aux:
             metrics["aux"] = aux
         return new_state, metrics

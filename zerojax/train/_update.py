@@ -128,13 +128,10 @@ class Update:
                     f"{dtype} from tx.update; a compiled step keeps dtypes, so let both give one"
                 )
         masters = map(self._stored, new, leaves, hosted.masters)
-        new_state = dataclasses.replace(
-            state,
-            masters=layout.structure.unflatten(masters) if self._has_masters else None,
-            opt_state=placed.structure.unflatten(
-                map(self._stored, opt_state, placed.leaves, hosted.state)
-            ),
-        )
+        masters = layout.structure.unflatten(masters) if self._has_masters else None
+        kept = map(self._stored, opt_state, placed.leaves, hosted.state)
+        opt_state = placed.structure.unflatten(kept)
+        new_state = dataclasses.replace(state, masters=masters, opt_state=opt_state)
         return norm, layout.structure.unflatten(low or new), new_state
 
     def _run(

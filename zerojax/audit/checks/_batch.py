@@ -1,10 +1,13 @@
 """Checks of examples: every device has its own, and every leaf learns of those of all devices."""
 
 import itertools
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from zerojax.audit._evidence import Evidence, Problem, describe_move, hint, some
-from zerojax.audit._traffic import REDUCTIONS
+from zerojax.audit._origins import Origins
+from zerojax.audit._traffic import REDUCTIONS, Move
 from zerojax.audit.checks._traffic import check_scatter
 
 #: What a batch that is placed wrongly brings with it, and is no problem of its own.
@@ -50,7 +53,8 @@ def check_reduction(evidence: Evidence) -> Iterator[Problem]:
 
         %g = f32[64] reduce(%x_of_own_examples);  %new = f32[64] subtract(%bias, %g)
 
-    follows from each device's own examples alone, so that devices train apart. It is a problem of
+    follows from each device's own examples alone, so that devices train apart; or all devices learn
+    of activations in the forward pass, and compute all examples. The first is a problem of
     small leaves, a bias that is left out of a `psum`; where nothing is reduced, that alone is told.
     Where parameters are gathered after the update, the states of the optimizer show it.
     """
@@ -59,23 +63,39 @@ def check_reduction(evidence: Evidence) -> Iterator[Problem]:
     rings = any(move.record.spelling == "windowed reduce-scatter" for move in evidence.ours)
     if layout.num_batch_parts == 1 or rings:
         return
-    reaches = evidence.origins.are_of_examples
     # A leaf that the user cuts over the batch axes has a part for each device, as experts have.
     trained = {
         leaf: [value for kind, value in values.items() if kind != "copy"]
         for leaf, values in evidence.updated.items()
         if axes.isdisjoint(itertools.chain(*layout.leaves[leaf].entries))
     }
-    found = [leaf for leaf, values in trained.items() if reaches(values)]
-    if not found or (len(found) == len(trained) and any(check_scatter(evidence))):
+    found = [x for x, values in trained.items() if evidence.origins.are_of_examples(values)]
+    seen = "its new value is made of one device's own examples, and others learn nothing of them"
+    remedy = "sum or average the gradient over devices (jax.lax.pmean in shard_map)"
+    remedy += hint(evidence, "make_train_step")
+    if not found:
+        # %h = f32[64] all-reduce(%rows);  %g = f32[64] reduce(%h);  %new = f32[64] subtract(%w, %g)
+        moves = tuple(replace(x, is_ours=_adds_gradients(x, evidence)) for x in evidence.moves)
+        origins = Origins(evidence.module, evidence.held, moves, evidence.steps)
+        found = [x for x, values in trained.items() if origins.are_of_examples(values)]
+        found = [x for x in found if math.prod(layout.leaves[x].shape) >= evidence.floor]
+        seen = "its gradient is summed nowhere: from there on each device computes all examples"
+        remedy = "constrain what was put in another order to layout.batch, or order each device's "
+        remedy += "own examples alone (jax.shard_map)"
+    elif len(found) == len(trained) and any(check_scatter(evidence)):
         return
-    yield Problem(
-        where=evidence.paths(found),
-        expected=f"its gradient summed over {' x '.join(layout.batch_axes)}",
-        seen="its new value is made of one device's own examples, and others learn nothing of them",
-        remedy="sum or average the gradient over devices (jax.lax.pmean in shard_map)"
-        f"{hint(evidence, 'make_train_step')}",
-    )
+    if found:
+        expected = f"its gradient summed over {' x '.join(layout.batch_axes)}"
+        where = evidence.paths(found)
+        yield Problem(where=where, expected=expected, seen=seen, remedy=remedy)
+
+
+def _adds_gradients(move: Move, evidence: Evidence) -> bool:
+    """Return whether a collective may sum a gradient: no activation of the forward pass does."""
+    if move.match.form == "leaf" or "transpose(" in move.record.op_name:
+        return move.is_ours and move.role in REDUCTIONS
+    is_input = "jvp(" in move.record.op_name or evidence.origins.are_inputs(move.record.operand)
+    return move.is_ours and move.role in REDUCTIONS and not is_input
 
 
 def check_replicas(evidence: Evidence) -> Iterator[Problem]:

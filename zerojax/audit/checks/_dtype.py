@@ -72,7 +72,7 @@ def _own_bits(evidence: Evidence, move: Move) -> int:
 def _narrow_bits(evidence: Evidence, move: Move) -> int | None:
     # Of hybrid sharding, updated weights return along the other axes, in the parameters' dtype.
     is_for_loss = {*move.axes} <= {*evidence.layout.axes["parameter"]}
-    is_narrow = is_for_loss and evidence.narrow.intersection(move.match.leaves)
+    is_narrow = is_for_loss and {*move.match.leaves} <= evidence.narrow and move.match.leaves
     if is_narrow and move.record.item_bits > 8:
         # A CPU widens 8-bit floats to f16, as it does 16-bit ones.
         return 8 if evidence.has_scatter or evidence.recipe.precision.gather == "int8" else None

@@ -35,11 +35,8 @@ CHECKS: dict[str, Callable[[Evidence], Iterator[Problem]]] = {
 
 #: What an audit can't judge, or may have been told wrongly.
 NOTES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
-    _volume.note_recipe,
-    _dtype.note_dtypes,
-    _state.note_undivided,
-    _state.note_others,
-    _whole.note_unordered,
+    *(_volume.note_recipe, _dtype.note_dtypes, _state.note_undivided),
+    *(_state.note_others, _whole.note_unordered),
 )
 
 

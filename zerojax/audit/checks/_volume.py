@@ -97,8 +97,7 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
     if undivided := next(note_undivided(evidence), ""):
         return undivided
     sliced, moved = ([x for x in offenders if x.role == role] for role in ("sliced", "shuffle"))
-    is_at_once = tolerance(evidence) in TOLERANCE["at once"]
-    advice = staged(evidence, sliced, STAGED if is_at_once else "")
+    advice = staged(evidence, sliced, STAGED if tolerance(evidence) in TOLERANCE["at once"] else "")
     if advice := advice or of_kernel(evidence, offenders) or of_joined(evidence, moved):
         return advice
     if offenders and offenders[0].record.elements < evidence.floor:
@@ -150,8 +149,7 @@ def of_kernel(evidence: Evidence, moves: Sequence[Move]) -> str:
         "pallas_call": f"kernel, in_specs={spec}, out_specs={spec}, check_vma=False",
         "triangular_solve": f"solve, in_specs=(P(), {spec}), out_specs={spec}",
     }
-    found = (x for name, x in ways.items() if any(evidence.is_for(m, name) for m in moves))
-    how = next(found, "")
+    how = next((x for name, x in ways.items() if any(evidence.is_for(m, name) for m in moves)), "")
     return how and f"let each device compute its own examples: jax.shard_map({how})"
 
 

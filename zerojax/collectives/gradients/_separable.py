@@ -245,8 +245,7 @@ class _Reader:
         slices = values[at:]
         if carried or any(value != Value(1, fresh=value.fresh) for value in slices):
             raise Refused(f"it goes through examples one after the other ({_mixing.IN_CHUNKS})")
-        alone = [Value(fresh=value.fresh) for value in slices]
-        found = self.run(one, two, [*values[:at], *alone])
+        found = self.run(one, two, [*values[:at], *[Value(fresh=value.fresh) for value in slices]])
         if any(value != Value(fresh=value.fresh) for value in found):
             raise Refused("it joins single examples with what was made of all")
         return [Value(1, fresh=value.fresh) for value in found]
