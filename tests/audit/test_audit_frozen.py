@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import zerojax
@@ -76,3 +77,26 @@ def test_a_teacher_of_another_size_is_read_and_no_batch(mesh8, depth, width):
     assert report.problems == ()
     assert report.memory.other == pytest.approx(4 * of_teacher.num_params / 8, rel=0.05)
     assert report.memory.batch == 4 * BATCH * 16 / 8
+
+
+@pytest.mark.aot("libtpu")
+def test_a_frozen_base_that_goes_through_a_loop_is_no_step_of_it():
+    """libtpu hands the base through the backward loop, which reduces its gradient in each turn."""
+    sizes = {"qkv": (4, 128, 384), "o": (4, 384, 128), "a": (4, 128, 8), "b": (4, 8, 384)}
+    mesh = zerojax.topology_mesh("v5p:2x2x2", {"data": 8})
+    layout = zerojax.make_layout(shapes_of(sizes), mesh, stage=2, min_size=0)
+    frozen = {name: "zero" if name in ("qkv", "o") else "adam" for name in sizes}
+    tx = optax.multi_transform({"adam": TX, "zero": optax.set_to_zero()}, frozen)
+
+    def loss(params, x):
+        def one(x, w):
+            merged = jax.lax.stop_gradient(w["qkv"]) + w["a"] @ w["b"]
+            return x + jnp.tanh(x @ merged) @ jax.lax.stop_gradient(w["o"]), None
+
+        return jnp.mean(jax.lax.scan(jax.checkpoint(one), x, params)[0] ** 2)
+
+    step = zerojax.make_train_step(loss, tx, layout)
+    report = step.audit(jax.ShapeDtypeStruct((64, 32, 128), jnp.float32))
+    assert not any("steps, in a loop" in note for note in report.notes)
+    (problem,) = (x for x in report.problems if x.kind == "volume")
+    assert "qkv" in problem.where

@@ -11,9 +11,10 @@ from jax.sharding import AxisType
 
 from zerojax import hlo
 from zerojax._display import wrapped
+from zerojax._tree import grouped
 from zerojax.audit._arguments import STATES, Held, classify, item_bits, returned_of
 from zerojax.audit._match import Matcher
-from zerojax.audit._origins import Origins, without_activations
+from zerojax.audit._origins import Key, Origins, without_activations
 from zerojax.audit._program import Argument, Program
 from zerojax.audit._schedule import ScheduleReport, schedule_of
 from zerojax.audit._traffic import REDUCTIONS, Move, find_padding, likeliest, moves_of, role_of
@@ -114,12 +115,13 @@ class Evidence:
         ROOT %p = f32[64,8] get-tuple-element(%w), index=1     %w takes 4 steps
         """
         around = {x.name: x for one in records if role_of(one) in REDUCTIONS for x in one.loops}
-        values = [x["parameter"] for x in self.updated.values() if "parameter" in x]
+        new = {leaf: x["parameter"] for leaf, x in self.updated.items() if "parameter" in x}
+        # What the loss does not train stays as it was given, maybe through a loop.
+        values = [value for leaf, value in new.items() if not self._is_own(leaf, value)]
         values.sort(key=lambda value: -value.line.shapes[0].elements)
         through = hlo.HANDS_ON | {"all-gather", "all-gather-start", "all-gather-done"}
         every = (hlo.source_of(self.module, x.frame, x.name, through) for x in values)
-        # What the loss does not train stays as it was given.
-        made = next((x for x in every if x and x[1].opcode != "parameter"), None)
+        made = next(filter(None, every), None)
         while made and made[1].opcode == "get-tuple-element":
             (frame, line), loop = made, made[0].computation.by_name[made[1].operands[0]]
             body = frame.enter(self.module, loop) if loop.name in around else None
@@ -183,19 +185,25 @@ class Evidence:
         once = self.recipe.reduction(self.layout.kinds) == "once"
         tensors = (move.record for move in self.moves if move.role in REDUCTIONS)
         sums = {(x.computation, x.name) for x in tensors if x.elements > 1}
-        own: dict[int | None, set[int | None]] = {}
-        for one in self.held:
-            own.setdefault(one.parameter, set()).add(one.argument.number)
 
         def is_frozen(leaf: int, new: hlo.Value) -> bool:
-            seen: set[tuple[str, str, int | None]] = set()
-            made_of = hlo.arguments_of(self.module, new, seen=seen)
-            is_own = all(x in own[leaf] for x in made_of)  # the first other argument ends the walk
+            seen = set[Key]()
+            is_own = self._is_own(leaf, new, seen)
             return is_own and not (once and any(key[:2] in sums for key in seen))
 
         parameters = {leaf: values.get("parameter") for leaf, values in self.updated.items()}
         frozen = frozenset(leaf for leaf, new in parameters.items() if new and is_frozen(leaf, new))
         return frozen if len(frozen) < len(self.layout.leaves) else frozenset()
+
+    def _is_own(self, leaf: int, new: hlo.Value, seen: set[Key] | None = None) -> bool:
+        """Return whether a new parameter is made of its own states alone."""
+        made_of = hlo.arguments_of(self.module, new, seen=seen)
+        return all(x in self._numbers[leaf] for x in made_of)  # the first other one ends the walk
+
+    @cached_property
+    def _numbers(self) -> dict[int | None, set[int | None]]:
+        each = grouped(self.held, lambda one: one.parameter).items()
+        return {leaf: {one.argument.number for one in held} for leaf, held in each}
 
     @cached_property
     def updated(self) -> dict[int, dict[str, hlo.Value]]:

@@ -292,16 +292,9 @@ class TrainStep(Shown):
             gradients.warn_unless_mean(loss_fn, layout, params, given, count)
         # Below stage 3 parameters are logical, and so are their gradients, though cut: were they
         # padded first, they would all be there twice.
-        return gradients.accumulate(
-            _scaled(self._gathering),
-            params,
-            given,
-            state.model_state,
-            count,
-            dtype,
-            self._ahead if count == 1 or layout.platform != "tpu" else self._apart,
-            is_tpu=layout.platform == "tpu",
-        )
+        ahead = self._ahead if count == 1 or layout.platform != "tpu" else self._apart
+        run = functools.partial(gradients.accumulate, is_tpu=layout.platform == "tpu")
+        return run(_scaled(self._gathering), params, given, state.model_state, count, dtype, ahead)
 
     def _apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Keep gradients of microbatches apart: libtpu would add up whole ones, to scatter once."""

@@ -250,6 +250,8 @@ def _offenders(evidence: Evidence) -> list[tuple[Move, float]]:
 
 def _theory(evidence: Evidence, index: int, *, is_gather: bool) -> float:
     leaf, theory, parts = evidence.layout.leaves[index], evidence.theory, evidence.layout.num_shards
+    if index in evidence.frozen and not (is_gather and evidence.layout.partitions("parameter")):
+        return 0.0
     if is_gather:
         count = theory.gathers if leaf.dim is not None else 0
     else:

@@ -228,13 +228,9 @@ class PerDevice:
             zero = jnp.zeros((), copies.dtype)  # jnp.sum would add in fp32, and move that
             return scatter(jax.lax.reduce(copies, zero, jax.lax.add, (0,)), self._layout, leaf)
         own = tuple(self._layout.phases.expand(axes) for axes in leaf.entries)
-        return self.run(
-            lambda copy: self.sum_over(copy[0], dim),
-            P(self.axes, *as_spec(own)),
-            as_spec(own, dim, self._names),
-            copies,
-            by_hand=frozenset[str]().union(*own),
-        )
+        places = P(self.axes, *as_spec(own)), as_spec(own, dim, self._names)
+        hand = frozenset[str]().union(*own)
+        return self.run(lambda x: self.sum_over(x[0], dim), *places, copies, by_hand=hand)
 
     def sum_over(self, x: jax.Array, dim: int) -> jax.Array:
         """Sum stored leaves over devices, each device keeping its shard of `dim`."""
