@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from zerojax.audit import Program, audit
 from zerojax.audit._evidence import Evidence
+from zerojax.models import gpt
 
 pytestmark = pytest.mark.aot("cuda")
 TX, WIDTH, LAYERS = optax.adam(1e-3), 256, 4
@@ -90,6 +93,30 @@ def test_target_networks_whose_first_layers_are_merged_are_read():
     critic = {"a": (WIDTH, 512), "b": (512, 512), "c": (512, 128)}
     step = compiled_of(loss, {"q1": critic, "q2": critic}, 2, rows=1024, beside=True)
     assert audit(*step).problems == ()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_average_of_new_stacks_is_cut_off_them(stage):
+    """The loop that writes them back carried shards, and all were gathered once more behind it."""
+    config = gpt.Config(num_layers=2, width=128, num_heads=2, vocab_size=512, context=32)
+    mesh = zerojax.topology_mesh("h100:1x8", {"data": 8})
+    shapes = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+    layout = zerojax.make_layout(shapes, mesh, stage=stage)
+    tx = zerojax.sharded(TX, layout)
+    loss = zerojax.gather_where_used(functools.partial(gpt.loss, config), layout)
+
+    def step(params, opt_state, average, batch):
+        updates, opt_state = tx.update(jax.grad(loss)(params, batch), opt_state, params)
+        params = zerojax.apply_updates(params, updates, layout)
+        average = jax.tree.map(lambda a, p: 0.99 * a + 0.01 * p, average, params)
+        return params, opt_state, average
+
+    held = (layout.params, layout.opt_state(TX), layout.masters)
+    places = {"in_shardings": (*held, layout.batch), "out_shardings": held}
+    jitted = jax.jit(step, donate_argnums=(0, 1, 2), **places)
+    tokens = jax.ShapeDtypeStruct((16, 33), jnp.int32)
+    compiled = jitted.lower(shapes, jax.eval_shape(TX.init, shapes), shapes, tokens).compile()
+    assert audit(compiled, layout).volume == pytest.approx(1.75, rel=0.01)
 
 
 @pytest.mark.parametrize("count", [2, 16])

@@ -116,6 +116,8 @@ def _write_stack(
     held = jax.lax.fori_loop(
         0, num_layers // count, lambda at, held: write_group(at * count, count, held), list(olds)
     )
+    # What reads them may want shards, and the loop would carry those.
+    held = [constrain(x, layout, leaf.whole_spec) for x, leaf in zip(held, leaves, strict=True)]
     return write_group(num_layers - rest, rest, held)
 
 
