@@ -237,6 +237,7 @@ def test_other_rules_are_refused_and_warned_of_with_their_line(loss, match, mesh
     lowered(mesh8, loss, 1)  # without a warning, which would be an error
 
 
+@pytest.mark.filterwarnings("ignore:the loss is .*, which has few digits")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn", "complex64"])
 def test_constants_of_every_dtype_that_count_examples_are_read(dtype, mesh8):
     def narrow(params, batch):

@@ -219,7 +219,7 @@ def test_a_loss_in_fp16_is_told_as_it_is_and_finds_the_scale_that_fits(mesh8):
 
     _, state, step = make(mesh8, 2, precision, loss=loss)
     seen = []
-    with pytest.warns(UserWarning, match="the loss is float16, which holds three digits"):
+    with pytest.warns(UserWarning, match="the loss is float16, which has few digits"):
         state, metrics = step(state, jnp.ones((BATCH, WIDTH)))
     for _ in range(3):
         told = (metrics["loss"], metrics["loss_scale"], metrics["skipped"])

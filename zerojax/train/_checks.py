@@ -229,7 +229,7 @@ class Loss:
         has_state = "model_state" in self.asks
         loss, extra = read_loss(out, has_aux=self.has_aux, has_state=has_state)
         if jnp.result_type(loss).itemsize < 4:
-            told = f"the loss is {jnp.result_type(loss)}, which holds three digits"
+            told = f"the loss is {jnp.result_type(loss)}, which has few digits"
             warnings.warn(f"{told}: compute it from logits.astype(jnp.float32)", stacklevel=2)
         if not has_state:
             return loss, extra, None
