@@ -71,6 +71,15 @@ def test_a_state_comes_back_to_the_bit_and_goes_on_the_same(tmp_path, stage, pre
     assert step.num_compiled == 1  # what comes back is placed as what went out
 
 
+def test_a_layout_without_devices_serves_where_like_says_the_places(tmp_path):
+    layout, state, like, _ = trained(2, num_steps=1)
+    save(tmp_path / "here", state, layout)
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    back = restore(tmp_path / "here", zerojax.make_layout(shapes, mesh, stage=2), like)
+    assert_same_bits(back, state)
+
+
 def test_another_stage_and_mesh_where_stored_shapes_agree(tmp_path):
     layout, state, _, _ = trained(1)
     save(tmp_path, {"even": state.params["even"], "moment": state.opt_state[0].mu["even"]}, layout)

@@ -64,7 +64,7 @@ def restore(
     require_orbax()
     with together("restore"):
         check_layout(layout, "restore(directory, layout, like)")
-        check_present(layout.devices)
+        check_present(layout.mesh)
     return read_state(_files.local_path(directory), layout, like, tx, partial=partial)[1]
 
 

@@ -63,10 +63,10 @@ def _difference(texts: Sequence[str]) -> str:
     return "; ".join(f"process {', '.join(who)} has {line!r}" for line, who in holders.items())
 
 
-def check_present(devices: np.ndarray) -> None:
+def check_present(mesh: AnyMesh) -> None:
     """Refuse a mesh without a device of this process, which would wait for the others in vain."""
     index = jax.process_index()
-    if all(device.process_index != index for device in devices.flat):
+    if isinstance(mesh, Mesh) and all(x.process_index != index for x in mesh.devices.flat):
         raise ValueError(f"process {index} has no device in the mesh; make it of jax.devices()")
 
 

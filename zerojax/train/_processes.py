@@ -36,7 +36,7 @@ def agree_on(
     given: dict[str, PyTree],
 ) -> bool:
     """Compare what a program is made of between processes; return whether there are others."""
-    check_present(layout.devices)
+    check_present(layout.mesh)
     if all(device.process_index == jax.process_index() for device in layout.devices.flat):
         return False
     with together(name):
@@ -89,7 +89,7 @@ def batch_part(layout: Layout) -> tuple[int, int]:
             f"the rows of a batch over {layout.batch_axes} overlap between processes; make the "
             "mesh with zerojax.make_mesh, so that the devices of a process are neighbours"
         )
-    check_present(layout.devices)
+    check_present(layout.mesh)
     return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
 
 
