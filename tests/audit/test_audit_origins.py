@@ -96,3 +96,23 @@ def test_what_is_gathered_in_parts_is_made_of_what_was_gathered_first():
     assert origins.is_given(values["part"])
     assert not origins.is_given(values["h"])
     assert origins.are_of_examples([values["h"]])
+
+
+def test_an_instruction_that_sums_a_gradient_among_others_is_no_activation():
+    """A TPU sums vectors of several leaves in one all-reduce; it ends a walk if one is judged."""
+    text = wrap(
+        "%x = f32[64]{0} parameter(0)",
+        "%y = f32[8]{0} slice(%x), slice={[0:8]}",
+        "%both = (f32[64]{0}, f32[8]{0}) all-reduce(%x, %y), replica_groups={{0,1,2,3}}, "
+        "to_apply=%add",
+        "%sum = f32[64]{0} get-tuple-element(%both), index=0",
+        "ROOT %new = f32[64]{0} negate(%sum)",
+    )
+    module = parse_module(text)
+    leaf = SimpleNamespace(number=0, shape=(64,), shard_shape=(8,))
+    record = SimpleNamespace(computation=module.entry.name, name="both")
+    moves = [SimpleNamespace(is_ours=is_ours, record=record) for is_ours in (True, False)]
+    value = Value(Frame(computation=module.entry), "new", None)
+    held = [SimpleNamespace(kind="batch", argument=leaf)]
+    assert not Origins(module, held, moves, []).are_of_examples([value])
+    assert Origins(module, held, moves[1:], []).are_of_examples([value])

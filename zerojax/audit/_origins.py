@@ -27,7 +27,10 @@ class Origins:
         self._states = {number for kind, number in numbers if kind in ("master", "optimizer")}
         self._weights = {number for kind, number in numbers if kind == "parameter"}
         self._given = {number for kind, number in numbers if kind in ("copy", "other")}
-        self._others = {(m.record.computation, m.record.name) for m in moves if not m.is_ours}
+        # One instruction may move several tensors: it is another's if all are.
+        named = [(m.is_ours, m.record.computation, m.record.name) for m in moves]
+        ours, others = ({x[1:] for x in named if x[0] is own} for own in (True, False))
+        self._others = others - ours
         self._clean: dict[tuple[str, ...], set[Key]] = {}  # by what a walk goes through
 
     def are_of_examples(self, values: Iterable[Value]) -> bool:

@@ -303,5 +303,4 @@ def _subtrees(path: str) -> list[str]:
 
 def _is_stack(shapes: Sequence[Shape]) -> bool:
     ndims = [len(shape) for shape in shapes]
-    is_mixed = min(ndims) == 2 < max(ndims)
-    return is_mixed and len({shape[0] for shape in shapes}) == 1 < shapes[0][0]
+    return min(ndims) == 2 < max(ndims) and len({shape[0] for shape in shapes}) == 1 < shapes[0][0]

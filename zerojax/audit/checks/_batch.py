@@ -86,16 +86,14 @@ def check_reduction(evidence: Evidence) -> Iterator[Problem]:
         return
     if found:
         expected = f"its gradient summed over {' x '.join(layout.batch_axes)}"
-        where = evidence.paths(found)
-        yield Problem(where=where, expected=expected, seen=seen, remedy=remedy)
+        yield Problem(where=evidence.paths(found), expected=expected, seen=seen, remedy=remedy)
 
 
 def _adds_gradients(move: Move, evidence: Evidence) -> bool:
     """Return whether a collective may sum a gradient: no activation of the forward pass does."""
-    if move.match.form == "leaf" or "transpose(" in move.record.op_name:
-        return move.is_ours and move.role in REDUCTIONS
-    is_input = "jvp(" in move.record.op_name or evidence.origins.are_inputs(move.record.operand)
-    return move.is_ours and move.role in REDUCTIONS and not is_input
+    name, is_leaf = move.record.op_name, move.match.form == "leaf"
+    is_any = "jvp(" not in name and not evidence.origins.are_inputs(move.record.operand)
+    return move.is_ours and move.role in REDUCTIONS and (is_leaf or "transpose(" in name or is_any)
 
 
 def check_replicas(evidence: Evidence) -> Iterator[Problem]:

@@ -78,8 +78,7 @@ def _joined(aux: PyTree, is_row: list[bool], join: Callable[[Any], Any]) -> PyTr
         if is_row:
             return join(x)
         total = wide(x).sum(0, dtype=wide(x).dtype)
-        is_mean = jnp.issubdtype(x.dtype, jnp.inexact)
-        return (total / len(x)).astype(x.dtype) if is_mean else total
+        return (total / len(x)).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else total
 
     leaves, structure = jax.tree.flatten(aux)
     return structure.unflatten(map(one, leaves, is_row))
