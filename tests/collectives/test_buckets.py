@@ -112,7 +112,8 @@ def test_a_tpu_gathers_new_layers_as_parameters_lie():
     layout = zerojax.make_layout(shapes, mesh, stage=2, rules=rules)
 
     def loss(params, x):
-        return jnp.mean(jnp.square(jnp.einsum("bi,lio->blo", x, params["down"])))
+        out = jnp.einsum("bi,lio->blo", x, params["down"])
+        return jnp.mean(jnp.square(out.astype(jnp.float32)))
 
     step = zerojax.make_train_step(loss, optax.adamw(0.1), layout, zerojax.Recipe(precision="bf16"))
     batch = jax.ShapeDtypeStruct((8, 6400), jnp.bfloat16, sharding=layout.batch)

@@ -342,7 +342,9 @@ def test_a_table_whose_columns_are_cut_is_told_how_it_is_scattered():
     def report(rules):
         layout = zerojax.make_layout(params, mesh, stage=2, rules=rules)
         step = zerojax.make_train_step(
-            lambda p, ids: jnp.mean(jnp.tanh(p["tab"][ids])), optax.adam(1e-3), layout
+            lambda p, ids: jnp.mean(jnp.tanh(p["tab"][ids].astype(jnp.float32))),
+            optax.adam(1e-3),
+            layout,
         )
         return step.audit(jax.ShapeDtypeStruct((8192,), jnp.int32))
 
