@@ -91,9 +91,10 @@ def check_reduction(evidence: Evidence) -> Iterator[Problem]:
 
 def _adds_gradients(move: Move, evidence: Evidence) -> bool:
     """Return whether a collective may sum a gradient: no activation of the forward pass does."""
-    name, is_leaf = move.record.op_name, move.match.form == "leaf"
-    is_any = "jvp(" not in name and not evidence.origins.are_inputs(move.record.operand)
-    return move.is_ours and move.role in REDUCTIONS and (is_leaf or "transpose(" in name or is_any)
+    name, adds = move.record.op_name, move.is_ours and move.role in REDUCTIONS
+    if not adds or move.match.form == "leaf" or "transpose(" in name:
+        return adds
+    return "jvp(" not in name and not evidence.origins.are_inputs(move.record.operand)
 
 
 def check_replicas(evidence: Evidence) -> Iterator[Problem]:
