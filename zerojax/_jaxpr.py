@@ -77,15 +77,11 @@ def scan_split(params: dict[str, Any], values: Sequence[Any]) -> tuple[Any, Any,
     return values[:num_consts], values[num_consts:first], values[first:]
 
 
-def is_unspecified(sharding: Any) -> bool:
-    """Whether a nested jit leaves the placement of an input or a result open."""
-    return sharding is None or type(sharding).__name__ == "UnspecifiedValue"
-
-
 def runs_in_place(eqn: Any) -> bool:
     """Whether an equation is a plain call that says nothing of placement."""
     given = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    return eqn.primitive.name in PLAIN_CALLS and all(map(is_unspecified, given))
+    is_open = all(x is None or type(x).__name__ == "UnspecifiedValue" for x in given)
+    return is_open and eqn.primitive.name in PLAIN_CALLS
 
 
 def is_variable(atom: Any) -> bool:

@@ -100,3 +100,15 @@ def test_a_frozen_base_that_goes_through_a_loop_is_no_step_of_it():
     assert not any("steps, in a loop" in note for note in report.notes)
     (problem,) = (x for x in report.problems if x.kind == "volume")
     assert "qkv" in problem.where
+
+
+@pytest.mark.aot("cuda")
+def test_a_leaf_that_no_loss_reads_is_gathered_together_with_others():
+    """XLA combines the gathers of new parameters; each is made of its own."""
+    sizes = {"used": (256, 256), "unused": (512, 256)}
+    mesh = zerojax.topology_mesh("h100:1x8", {"data": 8})
+    layout = zerojax.make_layout(shapes_of(sizes), mesh, stage=2)
+    step = zerojax.make_train_step(lambda p, x: jnp.mean((x @ p["used"]) ** 2), TX, layout)
+    report = step.audit(jax.ShapeDtypeStruct((64, 256), jnp.float32))
+    assert report.problems == ()
+    assert report.theory_volume == pytest.approx((1 + 1 / 3) * 7 / 8)

@@ -83,7 +83,7 @@ def test_leaves_take_turns_where_gathers_run_beside(mesh8, monkeypatch):
     """SparseCores would gather all of them at once; of 8 MiB each, two pairs are under way."""
     old = {f"w{n}": jax.ShapeDtypeStruct((1024, 2048), jnp.float32) for n in range(8)}
     layout = dataclasses.replace(zerojax.make_layout(old, mesh8, stage=2), has_options=True)
-    monkeypatch.setattr(type(layout), "offloads", property(lambda _: True))
+    monkeypatch.setattr(type(layout), "by_sparse_cores", property(lambda _: True))
     program = jax.make_jaxpr(lambda old, new: write_back(old, new, layout))(old, old).jaxpr
     news = program.invars[8:]
     behind = [depending(program.eqns, [new]) for new in news]

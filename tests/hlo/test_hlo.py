@@ -181,6 +181,27 @@ def test_what_another_slice_sends_is_what_this_one_would_send():
     assert {*arguments_of(module, Value(Frame(computation=module.entry), "r", None))} == {0}
 
 
+COMBINED = """HloModule combined
+ENTRY %main (p: f32[1,4], q: f32[1,4]) -> f32[8,4] {
+  %p = f32[1,4]{1,0} parameter(0)
+  %q = f32[1,4]{1,0} parameter(1)
+  %start = ((f32[1,4], f32[1,4]), (f32[8,4], f32[8,4])) all-gather-start(%p, %q), dimensions={0}
+  %done = (f32[8,4], f32[8,4]) all-gather-done(%start)
+  %a = f32[8,4]{1,0} get-tuple-element(%done), index=1
+  %b = f32[8,4]{1,0} get-tuple-element(%done), index=0
+  %sums = (f32[8,4], f32[8,4]) all-reduce(%a, %b), to_apply=%add
+  ROOT %r = f32[8,4]{1,0} get-tuple-element(%sums), index=INDEX
+}
+"""
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_each_result_of_a_combined_collective_is_made_of_its_own_operand(index):
+    module = parse_module(COMBINED.replace("INDEX", str(index)))
+    made_of = arguments_of(module, Value(Frame(computation=module.entry), "r", None))
+    assert {*made_of} == {1 - index}
+
+
 def test_the_donated_outputs_are_read_from_the_header():
     for name in MLP:
         assert parse_module(text_of(name)).aliases == {*range(4)}  # two parameters, two momenta

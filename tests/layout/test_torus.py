@@ -200,7 +200,7 @@ def test_sparse_cores_move_whole_tiles_at_once(kind, dims):
     assert len(step.phases_of((4 * mesh.size, 256), 0).axes) == 2
     for stage in range(4):
         layout = zerojax.make_layout(shapes, mesh, stage=stage)
-        assert layout.offloads == (stage > 0)
+        assert layout.by_sparse_cores == (stage > 0)
 
 
 @pytest.mark.parametrize(("kind", "dims"), [("TPU v4", (4, 4, 4)), ("TPU v5 lite", (8, 8))])

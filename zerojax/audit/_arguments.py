@@ -111,7 +111,7 @@ def is_read(program: Program, leaf: Argument) -> bool:
         return False
     entry = program.module.entry
     value = Value(Frame(computation=entry), entry.parameters[leaf.number].name, None)
-    return any(x.instruction.opcode in WEIGHS for x in uses_of(program.module, value, LAYERS))
+    return any(x.line.opcode in WEIGHS for x in uses_of(program.module, value, LAYERS))
 
 
 def _tree_kinds(

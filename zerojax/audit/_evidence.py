@@ -237,10 +237,10 @@ class Evidence:
 
     def is_for(self, move: Move, name: str) -> bool:
         """Return whether a pattern finds a collective's name in JAX, or that of what reads it."""
-        lines = (move.record, *(use.instruction for use in self.uses(move)))
+        lines = (move.record, *(use.line for use in self.uses(move)))
         return any(re.search(name, line.op_name) for line in lines)
 
-    def uses(self, move: Move) -> list[hlo.Use]:
+    def uses(self, move: Move) -> list[hlo.Value]:
         return list(hlo.uses_of(self.module, move.record.result))
 
     def gathered_elements(self, indices: Iterable[int]) -> int:

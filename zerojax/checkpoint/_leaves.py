@@ -25,17 +25,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey
 
+from zerojax import _tree
 from zerojax._display import decimal
-from zerojax._tree import (
-    is_key,
-    is_named_tuple,
-    leaves_by_path,
-    named_tuples,
-    nodes,
-    num_bytes,
-    path_name,
-    unwrapped,
-)
+from zerojax._tree import is_key, is_named_tuple, leaves_by_path, num_bytes, path_name
 from zerojax._types import Kind, PyTree, Shape
 from zerojax.layout import Layout, OptimizerLayout, optimizer_leaves
 
@@ -126,13 +118,13 @@ def optimizer_nodes(tree: PyTree) -> dict[str, str]:
 
     Two optimizers may have leaves of the same names and shapes and mean other things by them.
     """
-    found, others = named_tuples(tree), (PARAMS, MASTERS, LOSS_SCALE)
+    found, others = _tree.named_tuples(tree), (PARAMS, MASTERS, LOSS_SCALE)
     return {path: name for path, name in found.items() if not f"{path}/".startswith(others)}
 
 
 def logical_shapes(tree: PyTree, layout: Layout, tx: Optimizer = None) -> dict[str, Shape]:
     """Return the logical shape of every leaf of a tree of arrays or shapes, by path."""
-    below = list(nodes(tree))
+    below = list(_tree.nodes(tree))
     of_tx = {} if tx is None else _like(below, layout.optimizer(tx))
     known = _as_train_states_say(below, layout, _like(below, layout) | of_tx)
     tuples = tuple(f"{path_name(path)}/" for path, node in below if is_named_tuple(node))
@@ -161,9 +153,9 @@ def _may_be_padded(x: Any, layout: Layout, *, is_optax: bool) -> bool:
 
 def check_placed(tree: PyTree, layout: Layout) -> None:
     """Refuse a train state that is partitioned where the layout's stage keeps it whole, or not."""
-    for path, node in _train_states(nodes(tree)) if layout.num_shards > 1 else ():
+    for path, node in _train_states(_tree.nodes(tree)) if layout.num_shards > 1 else ():
         for name, kind in KINDS.items():
-            below = leaves_by_path(unwrapped(getattr(node, name)))
+            below = leaves_by_path(_tree.unwrapped(getattr(node, name)))
             for step, x in below.items():
                 placed = optimizer_leaves(step, jnp.shape(x), layout, below)
                 cut = layout.partitions(kind)
@@ -183,7 +175,7 @@ def _as_train_states_say(below: Any, layout: Layout, known: dict[str, Shape]) ->
     for path, node in _train_states(below):
         known = _stored(path, node) | known
         for name in COPIES:
-            copy = (*path, GetAttrKey(name)), unwrapped(getattr(node, name))
+            copy = (*path, GetAttrKey(name)), _tree.unwrapped(getattr(node, name))
             fitting = _like([copy], layout)  # parameters that are a bare array are no node below
             if copy[1] is not None and not fitting:
                 _raise_misfit(*copy, layout)
@@ -236,7 +228,7 @@ def places(like: PyTree, layout: Layout) -> dict[str, jax.sharding.Sharding]:
     """
     leaves, unknown = leaves_by_path(like), {}
     found: dict[str, jax.sharding.Sharding] = {}
-    states = tuple(f"{path}/" for path in named_tuples(like))
+    states = tuple(f"{path}/" for path in _tree.named_tuples(like))
     for path, x in leaves.items():
         # jit moves what is not committed, such as a fresh `jnp.zeros`; what was read is committed.
         place = getattr(x, "sharding", None) if getattr(x, "committed", True) else None

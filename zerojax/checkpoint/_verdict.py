@@ -13,15 +13,8 @@ import jax.numpy as jnp
 
 from zerojax._tree import leaves_by_path
 from zerojax._types import PyTree
-from zerojax.checkpoint._leaves import (
-    COPIES,
-    LOSS_SCALE_LEAVES,
-    PARAMS,
-    Optimizer,
-    SavedLeaf,
-    optimizer_nodes,
-    saved_leaves,
-)
+from zerojax.checkpoint import _leaves
+from zerojax.checkpoint._leaves import COPIES, LOSS_SCALE_LEAVES, Optimizer, SavedLeaf
 from zerojax.checkpoint._manifest import Manifest
 from zerojax.layout import Layout
 
@@ -47,7 +40,7 @@ def find_sources(
     manifest: Manifest, layout: Layout, like: PyTree, root: Path, tx: Optimizer, *, partial: bool
 ) -> dict[str, str]:
     """Return the saved leaf that each wanted one is read from; a fresh loss scale has none."""
-    wanted = saved_leaves(like, layout, tx)
+    wanted = _leaves.saved_leaves(like, layout, tx)
     given = {path for path, x in leaves_by_path(like).items() if isinstance(x, jax.Array)}
     fresh = given & set(LOSS_SCALE_LEAVES)  # the save may have had no loss scale
     sources, lines = compare_leaves(manifest.leaves, wanted, fresh, partial)
@@ -59,7 +52,7 @@ def find_sources(
             "optimizer and precision that it was saved with"
         )
         lost = wanted.keys() - sources.keys() - fresh
-        is_bare = lost and all(f"{PARAMS}{path}" in manifest.leaves for path in lost)
+        is_bare = lost and all(f"{_leaves.PARAMS}{path}" in manifest.leaves for path in lost)
         if is_bare or any(line.endswith(UNWANTED) for line in lines):
             asked = "{'params': like}" if is_bare else "like"
             call = f"zerojax.restore({str(root)!r}, layout, {asked}, partial=True)"
@@ -128,7 +121,7 @@ def _missing_line(path: str, saved: Leaves, extra: list[str]) -> str:
 
 
 def _chain_difference(manifest: Manifest, like: PyTree, *, partial: bool) -> list[str]:
-    wanted = optimizer_nodes(like)
+    wanted = _leaves.optimizer_nodes(like)
     saved = {p: x for p, x in manifest.optimizer.items() if not partial or p in wanted}
     ours, theirs = " > ".join(wanted.values()), " > ".join(saved.values())
     if saved == wanted or ours == theirs or not (wanted and saved):

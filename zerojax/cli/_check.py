@@ -18,7 +18,6 @@ from zerojax.audit import Problem, Program, audit
 from zerojax.cli.shared import _command
 from zerojax.cli.shared._machine import MOST_VIRTUAL
 from zerojax.hardware import find_hardware
-from zerojax.hlo import parse_module
 from zerojax.lock import CheckedStep, StepRecord, compare, find_steps, read_lock, write_lock
 
 Result = TypeVar("Result")
@@ -117,7 +116,7 @@ def _read(
             raise _command.Failure(f"{step.name}: {refusal}", 1) from refusal
         except jax.errors.JaxRuntimeError as error:
             raise _command.Failure(f"{step.name}: the compiler failed: {error}", 1) from error
-    count, is_cpu = parse_module(program.text).num_devices, step.target.startswith("cpu:")
+    count, is_cpu = program.module.num_devices, step.target.startswith("cpu:")
     platform = "cpu" if is_cpu else find_hardware(parse_topology(step.target).chip).platform
     if (count, program.platform) != (len(devices), platform):
         raise _command.Failure(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zerojax.hlo._collectives import Collective
 from zerojax.hlo._module import Instruction, Module
-from zerojax.hlo._spellings import HOST_COMPUTES, having
+from zerojax.hlo._spellings import having, mark
 from zerojax.hlo._values import Frame, Value, uses_of
 from zerojax.hlo._walk import SCHEDULED, num_runs, walk
 
@@ -71,7 +71,7 @@ def most_alive(module: Module, sizes: Mapping[tuple[str, str], int]) -> int:
                 #   %t = (f32[8], f32[8]) tuple(%a, %b);  %c = f32[8] get-tuple-element(%t), index=1
                 # the second uses %b, and %a ends with the first.
                 uses = uses_of(module, Value(frame, line.name, None), through=_NAMES, into=())
-                for later in range(at, max([at, *(place[x.instruction.name] for x in uses)]) + 1):
+                for later in range(at, max([at, *(place[x.name] for x in uses)]) + 1):
                     alive[later] += sizes[name, line.name]
             called = [callee for _, callee in line.called if callee in module.computations]
             if line.opcode in SCHEDULED:
@@ -95,7 +95,7 @@ def operand_of(record: Collective) -> str:
     return name
 
 
-_STAYS = having("stays")
+_STAYS, _HOST_COMPUTES = having("stays"), mark("HOST_COMPUTES")
 #: Bytes: indices and other scalars ride along.
 _SCALAR = 8
 
@@ -132,7 +132,7 @@ def _moved(line: Instruction, frame: Frame) -> tuple[int, int, bool]:
     by_name = frame.computation.by_name
     given = [x for name in line.operands if name in by_name for x in by_name[name].shapes]
     made = [*line.shapes]
-    if HOST_COMPUTES.search(line.attributes):
+    if _HOST_COMPUTES.search(line.attributes):
         if line.opcode.endswith("-start"):  # operands, results, context
             made = made[len(given) : -1]
         near = [sum(x.bytes for x in tensors if not x.on_host) for tensors in (given, made)]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from zerojax.hlo._spellings import HOST_MEMORY, having
+from zerojax.hlo._spellings import having, mark
 
 #   ROOT %sum.1 = (f32[8]{0}, u32[]) all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
 # A tuple type ends where ") opcode(" follows.
@@ -24,7 +24,7 @@ _CALLED_LIST = re.compile(r"\b(branch_computations|called_computations)=\{([^}]*
 # input_output_alias={ {0}: (0, {}, may-alias), {1, 2}: (5, {}, must-alias) }
 _ALIAS = re.compile(r"\{[\d, ]*\}: \((\d+),")
 _RUN = ("calls", "to_apply", "body")
-_MOVES = having("moves")
+_MOVES, _HOST_MEMORY = having("moves"), mark("HOST_MEMORY")
 # Metadata of a kernel takes lines of its own: `... kernel_metadata={`, `"block_q":"128"`, `}}, ...`
 _GOES_ON = re.compile(r'\n(?="|\}\})')
 # 1 "model.py"
@@ -284,7 +284,9 @@ def parse_shapes(text: str) -> tuple[Tensor, ...]:
     """List the tensors that a type names, in order."""
     found = _SHAPE.findall(text.replace("<=", ""))
     sizes = ((x, tuple(map(int, filter(None, dims.split(",")))), where) for x, dims, where in found)
-    return tuple(Tensor(x, dims, HOST_MEMORY.search(where) is not None) for x, dims, where in sizes)
+    return tuple(
+        Tensor(x, dims, _HOST_MEMORY.search(where) is not None) for x, dims, where in sizes
+    )
 
 
 def _closing(text: str, pair: str) -> int:

@@ -5,14 +5,17 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from zerojax.hlo import _spellings as spelled
 from zerojax.hlo._collectives import Collective, Collectives, parse_groups, parse_pairs
 from zerojax.hlo._module import Computation, Instruction, Module, Tensor, parse_module
+from zerojax.hlo._spellings import having, mark
 from zerojax.hlo._values import KEEPS, Frame, is_sliced, is_zero, source_of
 from zerojax.hlo._walk import Site, walk
 
-OPS = spelled.having("moves")
+OPS = having("moves")
 _SCATTER_FUSION = "all-reduce-scatter fusion"
+_WINDOW, _ASYNC_END, _ASYNC_BESIDE = map(mark, ("WINDOW", "ASYNC_END", "ASYNC_BESIDE"))
+_BETWEEN_SLICES, _CALLBACK = mark("BETWEEN_SLICES"), mark("CALLBACK")
+_LIBRARY_CALL = mark("LIBRARY_CALL")
 _OPCODE = re.compile(rf"(?:{'|'.join(sorted(OPS))})(?:-start|-update|-done)?|send|recv")
 #: A computation, an instruction in it, and which of its results.
 _Part = tuple[str, str, int]
@@ -53,7 +56,7 @@ def parse_collectives(program: str | Module) -> Collectives:
         (record.op, record.op_name, record.elements): names[match[1]]
         for record in records
         for loop in record.loops
-        if record.op == "collective-permute" and (match := spelled.WINDOW.search(loop.body))
+        if record.op == "collective-permute" and (match := _WINDOW.search(loop.body))
     }
     for place, one in enumerate(records):
         spelling = windows.get((one.op, one.op_name, one.elements), one.spelling)
@@ -81,12 +84,12 @@ def async_role(computation: Computation, line: Instruction) -> tuple[str, str]:
     ends = async_ends(computation.users.get(line.name, []))
     if "Start" in ends:
         return "start", key
-    return ("repeat" if chain or ends or spelled.ASYNC_BESIDE.match(computation.name) else "", key)
+    return ("repeat" if chain or ends or _ASYNC_BESIDE.match(computation.name) else "", key)
 
 
 def async_ends(lines: Iterable[Instruction]) -> set[str]:
     """Return "Start" and "Done", where a line is that end of a TPU's asynchronous collective."""
-    return {end[1] for line in lines if (end := spelled.ASYNC_END.search(line.attributes))}
+    return {end[1] for line in lines if (end := _ASYNC_END.search(line.attributes))}
 
 
 def _unread_lines(module: Module, read: set[tuple[str, str]]) -> list[str]:
@@ -102,7 +105,7 @@ def _unread_lines(module: Module, read: set[tuple[str, str]]) -> list[str]:
                     repeats.setdefault(chain, f"{computation.name}/{line.name}")
                 if role == "repeat" or is_end(line):
                     continue
-            elif line.opcode != "custom-call" or not spelled.LIBRARY_CALL.search(line.attributes):
+            elif line.opcode != "custom-call" or not _LIBRARY_CALL.search(line.attributes):
                 continue
             if (computation.name, line.name) not in read:
                 lines.append(f"{computation.name}/{line.name} = {line.opcode}(...)")
@@ -172,9 +175,9 @@ def _spell(module: Module, site: Site, line: Instruction, part: int | None) -> s
 
 
 def _read_transfer(module: Module, site: Site, line: Instruction) -> list[Collective] | None:
-    between = spelled.BETWEEN_SLICES.search(line.attributes)
+    between = _BETWEEN_SLICES.search(line.attributes)
     if between is None:
-        return [] if spelled.CALLBACK.search(line.attributes) else None
+        return [] if _CALLBACK.search(line.attributes) else None
     op, size = between[2].lower().replace("_", "-"), len(between[1].split(","))
     if line.opcode == "recv":
         return []

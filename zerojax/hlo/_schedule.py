@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zerojax.hlo._module import Computation, Instruction, Module, Tensor
 from zerojax.hlo._parse import async_ends, async_role, is_collective, is_end
-from zerojax.hlo._spellings import CYCLES, REMATERIALISED, having
+from zerojax.hlo._spellings import having, mark
 from zerojax.hlo._values import Frame
 from zerojax.hlo._walk import BESIDE, SCHEDULED, Loop, Site, inner_sites
 
@@ -24,6 +24,7 @@ _PARTS = ("dynamic-slice", "slice", "gather")
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
 #: Bytes below which an instruction without an estimate is a counter or an index, which takes none.
 _LEAST = 1024
+_CYCLES, _REMATERIALISED = mark("CYCLES"), mark("REMATERIALISED")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def cost_of(module: Module, computation: Computation, line: Instruction) -> Cost
     costs 36,864 cycles on a TPU. A GPU's compiler writes no estimate: with %x of bf16[2048,1024]
     and %w of bf16[1024,4096] it is 2 x 2048 x 1024 x 4096 FLOP, and the bytes of all three.
     """
-    if cycles := CYCLES.search(line.attributes):
+    if cycles := _CYCLES.search(line.attributes):
         return Cost(cycles=int(cycles[1]))
     is_free = line.opcode in _FREE or _BESIDE.fullmatch(line.opcode)
     if is_free or line.attribute("custom_call_target") in _NAMES_MEMORY:
@@ -176,7 +177,7 @@ def parse_schedule(module: Module) -> Schedule | None:
     if "is_scheduled=true" not in module.header:
         return None
     lines = ((one, line) for one in module.computations.values() for line in one.instructions)
-    lines = (pair for pair in lines if REMATERIALISED.search(pair[1].name))
+    lines = (pair for pair in lines if _REMATERIALISED.search(pair[1].name))
     again = [line.name for one, line in lines if cost_of(module, one, line)]
     operations = _read(module, Site(frame=Frame(computation=module.entry)))
     return Schedule(operations=tuple(operations), rematerialised=tuple(again))

@@ -4,12 +4,14 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from zerojax.hlo._module import Computation, Instruction, Module
-from zerojax.hlo._spellings import TRANSFER, having
+from zerojax.hlo._spellings import having, mark
 
 KEEPS = having("keeps")
 _ZEROS = ("0", "-0", "false")
 HANDS_ON = KEEPS | having("selects")
 _WHOLE = having("whole")
+_TRANSFER = mark("TRANSFER").pattern  # the name of an attribute
+_COMBINED = having("combined")
 _ENTERED = ("fusion", "call", "while")
 #: What runs its computation once, in its place; jax 0.12's CPU compiler calls small loops so.
 _INLINED = ("fusion", "call")
@@ -29,14 +31,6 @@ class Frame:
         """Step into what a fusion or a call of this computation runs; None where it runs none."""
         callee = module.callee(caller)
         return callee and Frame(computation=callee, caller=caller, parent=self)
-
-
-@dataclass(frozen=True)
-class Use:
-    """Hold a consumer and the dtypes that its value was cast to on the way."""
-
-    instruction: Instruction
-    casts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -108,7 +102,7 @@ def is_sliced(module: Module, frame: Frame, name: str, index: int | None = None)
     %own = f32[512] dynamic-slice(%sum, %at)     the only user: each device keeps its part
     """
     uses = list(uses_of(module, Value(frame, name, index), through=KEEPS, into=_INLINED))
-    return bool(uses) and all(use.instruction.opcode == "dynamic-slice" for use in uses)
+    return bool(uses) and all(use.line.opcode == "dynamic-slice" for use in uses)
 
 
 def arguments_of(
@@ -154,12 +148,15 @@ def _made_of(module: Module, value: Value) -> Iterator[Value]:
         if frame.caller.opcode == "while":  # or of what the turn before made
             yield Value(frame, frame.computation.root.name, index)
     elif line.opcode == "recv":  # from another TPU slice, where the same program runs
-        transfer = line.attribute(TRANSFER)
+        transfer = line.attribute(_TRANSFER)
         lines = (x for x in frame.computation.instructions if x.opcode == "send")
-        pairs = (x for x in lines if x.attribute(TRANSFER) == transfer)
+        pairs = (x for x in lines if x.attribute(_TRANSFER) == transfer)
         yield from (Value(frame, x.operands[0], None) for x in pairs)
+    elif index is not None and line.opcode in _COMBINED and len(line.operands) > 1:
+        yield Value(frame, line.operands[index], None)
     else:
-        part = index if line.opcode in _WHOLE else None
+        is_whole = line.opcode in _WHOLE or line.opcode.endswith("-done")
+        part = index if is_whole else None
         yield from (Value(frame, operand, part) for operand in line.operands)
 
 
@@ -169,7 +166,7 @@ def uses_of(
     through: Collection[str] = HANDS_ON,
     into: Collection[str] = _ENTERED,
     seen: set[tuple[str, str, int | None]] | None = None,
-) -> Iterator[Use]:
+) -> Iterator[Value]:
     """Yield the first real consumers of a value; returning it from a program or a loop is one.
 
     %w = f32[64,128] all-gather(%shard)
@@ -189,7 +186,7 @@ def uses_of(
         if user.opcode in through or user.opcode in ("tuple", "get-tuple-element"):
             after = _handed_on(value, user)
         elif inner is None:
-            yield Use(user, value.casts)
+            yield replace(value, name=user.name, index=None)
             continue
         else:
             given = (at for at, name in enumerate(user.operands) if name == value.name)
@@ -200,7 +197,7 @@ def uses_of(
     if value.frame.computation.root.name == value.name:
         caller, parent = value.frame.caller, value.frame.parent
         if caller is None or parent is None or caller.opcode == "while":
-            yield Use(value.line, value.casts)
+            yield value
             return
         index = value.index if value.line.opcode == "tuple" else None
         outer = replace(value, frame=parent, name=caller.name, index=index)

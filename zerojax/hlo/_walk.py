@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from zerojax.hlo._module import Instruction, Module, Tensor
-from zerojax.hlo._spellings import SCATTER, TRIP_COUNT
+from zerojax.hlo._spellings import mark
 from zerojax.hlo._values import Frame, is_zero, source_of
 
 #: What runs computations whose results lie in memory, as those within a fusion do not.
@@ -19,6 +19,7 @@ BESIDE = ("async-start", "call-start", "fusion-start")
 _REPEATS = ("async-update", "async-done")
 #: How many turns are followed: a difference that grew alike in two steps is taken to go on so.
 _TURNS = 3
+_SCATTER, _TRIP_COUNT = mark("SCATTER"), mark("TRIP_COUNT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ def inner_sites(
         elif line.opcode == "conditional":
             inner = replace(inner, branches=(*site.branches, (line.name, position)))
         elif line.opcode == "fusion":
-            inner = replace(inner, keeps_part=bool(SCATTER.search(line.attributes)))
+            inner = replace(inner, keeps_part=bool(_SCATTER.search(line.attributes)))
         yield inner
 
 
@@ -97,7 +98,7 @@ def trip_count(module: Module, loop: Instruction, frame: Frame) -> int | None:
 
     has `i - n` = -6, -5, -4, and runs 6 / 1 = 6 times.
     """
-    if known := TRIP_COUNT.search(loop.attributes):
+    if known := _TRIP_COUNT.search(loop.attributes):
         return int(known[1])
     body, test = frame.enter(module, loop), dict(loop.called).get("condition", "")
     if body is None or test not in module.computations:

@@ -5,13 +5,14 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from zerojax._arguments import is_whole_number
-from zerojax._tree import num_bytes
+from zerojax._tree import grouped, num_bytes
 from zerojax._types import Axes, Kind, Shape
 
 #: Axis names per dim; the form in which specs are compared and extended.
@@ -287,18 +288,12 @@ def stacked_from_shapes(shapes: Mapping[str, Shape]) -> list[int]:
     as matrices are among them, as in a stack of layers with norms or biases: `[L, D]` beside
     `[L, D, F]`. An unstacked layer does not look so, because its own vectors have one dim.
     """
-    below: dict[str, list[Shape]] = {}
-    for path, shape in shapes.items():
-        for subtree in _subtrees(path):
-            below.setdefault(subtree, []).append(shape)
-    stacks = {subtree for subtree, found in below.items() if _is_stack(found)}
-    return [int(not stacks.isdisjoint(_subtrees(path))) for path in shapes]
-
-
-def _subtrees(path: str) -> list[str]:
-    """Name the subtrees that a leaf is in: `a` and `a/b` of `a/b/c`."""
-    names = path.split("/")
-    return ["/".join(names[:count]) for count in range(1, len(names))]
+    # Of `a/b/c` the subtrees `a` and `a/b`.
+    names = {path: [*accumulate(path.split("/")[:-1], "{}/{}".format)] for path in shapes}
+    pairs = [(subtree, shapes[path]) for path in shapes for subtree in names[path]]
+    below = grouped(pairs, lambda pair: pair[0])
+    stacks = {subtree for subtree, held in below.items() if _is_stack([x for _, x in held])}
+    return [int(not stacks.isdisjoint(names[path])) for path in shapes]
 
 
 def _is_stack(shapes: Sequence[Shape]) -> bool:

@@ -143,7 +143,7 @@ class TreeLayout:
         return find_phases(self.mesh, *self.groups)
 
     @cached_property
-    def offloads(self) -> bool:
+    def by_sparse_cores(self) -> bool:
         """Whether SparseCores gather weights and scatter gradients in a train step of it."""
         has_them = self.hardware is not None and self.hardware.sparse_cores
         return has_them and self.partitions("optimizer")
@@ -155,7 +155,7 @@ class TreeLayout:
 
     def phases_of(self, shape: Shape, dim: int | None, *, reduces: bool = False) -> Phases:
         """Return the phases in which a leaf is gathered, or its gradient reduced."""
-        at_once = fills_tiles(shape, dim, self.num_shards) if self.offloads else not reduces
+        at_once = fills_tiles(shape, dim, self.num_shards) if self.by_sparse_cores else not reduces
         if not (self.has_options and self.platform == "tpu" and at_once):
             return self.phases
         is_split = reduces and dim != len(shape) - 1 and not self.at_once.scatters(shape[-1])
@@ -165,7 +165,7 @@ class TreeLayout:
     def torus_note(self) -> str:
         """How a train step moves leaves over a whole torus; empty where that is nothing special."""
         phases = str(self.phases) if self.kinds else ""
-        if not phases or not self.offloads:
+        if not phases or not self.by_sparse_cores:
             is_cut = phases and self.phases.dims
             return f"{phases}; a train step gathers at once" if is_cut else phases
         cut = [leaf for leaf in self.leaves if leaf.dim is not None]

@@ -18,7 +18,7 @@ from zerojax._plain import made
 from zerojax._tree import grouped, path_ends
 from zerojax._types import Shape
 from zerojax.audit import Argument, Program, returned_of, role_of, schedule_of
-from zerojax.hlo import Collective, mesh_axes, parse_collectives, parse_module, sum_moved
+from zerojax.hlo import Collective, mesh_axes, parse_collectives, sum_moved
 
 #: Version of lock files.
 FORMAT = 1
@@ -76,7 +76,7 @@ class StepRecord:
         The devices that it was compiled for are given in any order, with versions of the compiler.
         """
         program = compiled if isinstance(compiled, Program) else Program.of(compiled)
-        module = parse_module(program.text)
+        module = program.module
         if not program.mesh:  # only constraints within the step name one
             mesh, ids = {"device": module.num_devices}, tuple(range(module.num_devices))
             program = replace(program, mesh=mesh, device_ids=ids)

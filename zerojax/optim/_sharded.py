@@ -15,17 +15,8 @@ from zerojax._quiet import uncollected
 from zerojax._traced import Traced
 from zerojax._tree import with_leaves_like
 from zerojax._types import PyTree
-from zerojax.collectives.forms import (
-    auto_region,
-    constrain,
-    cut,
-    is_explicit,
-    shard,
-    shard_tree,
-    store,
-    view,
-    write_back,
-)
+from zerojax.collectives import forms
+from zerojax.collectives.forms import auto_region, constrain, shard, shard_tree, store, view
 from zerojax.layout import (
     WRAPPED,
     Layout,
@@ -85,7 +76,9 @@ def sharded(
     ) -> tuple[PyTree, PyTree]:
         grads = _as_gradients(updates, layout)
         params = None if params is None else as_params(params, layout, "params", within=True)
-        static = {k: x for k, x in extra.items() if any(map(_is_static, jax.tree.leaves(x)))}
+        leaves = ((k, x) for k, tree in extra.items() for x in jax.tree.leaves(tree))
+        names = {k for k, x in leaves if callable(x) or isinstance(x, str | bool)}
+        static = {k: x for k, x in extra.items() if k in names}
         arrays = {k: x for k, x in extra.items() if k not in static}
         run = functools.partial(_update, tx, layout, static)
         if not is_traced((grads, state, params)):
@@ -129,7 +122,7 @@ def apply_updates(params: PyTree, updates: PyTree, layout: Layout) -> PyTree:
         sums = layout.map_leaves(sum_of, params, updates)
         if layout.partitions("parameter"):
             return in_layout_of_params(sums, layout)
-        return write_back(params, sums, layout, padded_are_whole=True)
+        return forms.write_back(params, sums, layout, padded_are_whole=True)
 
     old = as_params(params, layout, "params", within=True)
     given = old, as_params(updates, layout, "updates")
@@ -179,10 +172,6 @@ def _under_explicit(function: Callable[..., Any], layout: Layout) -> Callable[..
     return call
 
 
-def _is_static(x: Any) -> bool:
-    return callable(x) or isinstance(x, str | bool)
-
-
 def is_traced(tree: PyTree) -> bool:
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
@@ -198,7 +187,7 @@ def _update(
     arrays: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
     placed = state_layout(tx, layout, layout.shapes if params is None else params)
-    if any(map(is_explicit, jax.tree.leaves(updates))):
+    if any(map(forms.is_explicit, jax.tree.leaves(updates))):
         handed = functools.partial(_under_explicit, layout=layout)
         static = jax.tree.map(lambda x: handed(x) if callable(x) else x, static)
 
@@ -211,7 +200,7 @@ def _update(
         seen = placed.structure.unflatten(
             view(x, leaf, layout) for x, leaf in zip(leaves, placed.leaves, strict=True)
         )
-        phased = functools.partial(cut, in_phases=len(layout.groups) > 1)
+        phased = functools.partial(forms.cut, in_phases=len(layout.groups) > 1)
         grads = layout.map_leaves(lambda leaf, x: phased(x, layout, leaf, "optimizer"), updates)
         zeros: list[bool] = []
         given = (grads, seen, shards, arrays)

@@ -208,7 +208,7 @@ def check_constants(evidence: Evidence) -> Iterator[Problem]:
         for line in (x for x in computation.instructions if x.opcode == "constant"):
             tensor = next((x for x in line.shapes if x.elements >= evidence.floor), None)
             value = Value(Frame(computation=computation), line.name, None)
-            uses = [use.instruction for use in uses_of(module, value, LAYERS) if tensor]
+            uses = [use.line for use in uses_of(module, value, LAYERS) if tensor]
             found = [x for x in uses if x.opcode in WEIGHS]
             if tensor and key_of(tensor.dims) in alike and "f" in tensor.dtype:
                 found += uses

@@ -169,7 +169,7 @@ def _is_reduced(evidence: Evidence, match: Match) -> bool:
 
 
 def _is_used_in_both(evidence: Evidence, move: Move) -> bool:
-    names = [use.instruction.op_name for use in evidence.uses(move)]
+    names = [use.line.op_name for use in evidence.uses(move)]
     return {"transpose(" in name for name in names if name} == {True, False}
 
 

@@ -6,17 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from zerojax._arguments import as_amount
+from zerojax.cli.shared import _options
 from zerojax.cli.shared._command import option
-from zerojax.cli.shared._options import (
-    DATA,
-    MODEL,
-    OUTPUT,
-    PROCESSES,
-    TRAINING,
-    ZERO,
-    BuiltStepOptions,
-    Precision,
-)
+from zerojax.cli.shared._options import DATA, MODEL, OUTPUT, PROCESSES, TRAINING, ZERO
 from zerojax.data import Tokenizer
 from zerojax.models import gpt
 from zerojax.processes import PATIENCE, WAIT
@@ -30,11 +22,11 @@ FOUND: Any = {"show_default": "found by jax on a cluster", "panel": PROCESSES}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainOptions(BuiltStepOptions):
+class TrainOptions(_options.BuiltStepOptions):
     """What `zerojax train` was asked for; None leaves a choice to the run."""
 
     model: str = option("tiny", metavar="NAME", panel=MODEL)
-    precision: Precision = option("fp32", panel=ZERO)
+    precision: _options.Precision = option("fp32", panel=ZERO)
     batch_size: int | None = option(None, min=1, show_default="about 32", panel=TRAINING)
     devices: int | None = option(None, min=1, show_default="all real or 8 virtual ones", panel=ZERO)
     """Devices to train on: real ones where there are some, else virtual ones on the CPU."""

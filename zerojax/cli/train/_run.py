@@ -14,17 +14,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
+import zerojax.checkpoint
 from zerojax._display import decimal
 from zerojax._types import PyTree
-from zerojax.checkpoint import (
-    Checkpoints,
-    Restored,
-    find_checkpoints,
-    import_safetensors,
-    is_safetensors,
-    read_manifest,
-    restore,
-)
+from zerojax.checkpoint import Checkpoints, Restored, find_checkpoints, read_manifest, restore
 from zerojax.cli.shared import _machine
 from zerojax.cli.shared._command import Failure, Screen
 from zerojax.cli.shared._options import OPTIMIZERS, gpt_layout, make_schedule
@@ -181,8 +174,8 @@ def take_up(options: TrainOptions) -> tuple[TrainOptions, Path | None]:
 def _read_weights(options: TrainOptions, path: Path, layout: Layout) -> PyTree:
     # What is cut without padding comes cut, as masters lie; the step's state is made of it.
     like = jax.tree.map(lambda x, at: x.update(sharding=at), layout.shapes, layout.masters)
-    if path.exists() and is_safetensors(path):
-        return import_safetensors(path, layout, like)
+    if path.exists() and zerojax.checkpoint.is_safetensors(path):
+        return zerojax.checkpoint.import_safetensors(path, layout, like)
     found = _machine.find_checkpoint(path, Screen(quiet=jax.process_index() > 0))
     weights = restore(found, layout, {"params": like}, partial=True)["params"]
     kept = read_manifest(found).metadata.get("options")

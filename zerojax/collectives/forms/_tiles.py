@@ -59,7 +59,7 @@ def scatters_at_once(shape: Shape, dim: int, layout: Layout) -> bool:
     """Return whether SparseCores scatter a gradient over a whole torus, as they do whole tiles."""
     order = _reduced(shape, dim, layout)
     tile = _TILE[order.index(dim) - len(order)] if dim in order[-2:] else 1
-    is_whole = layout.offloads and shape[dim] % (tile * layout.num_shards) == 0
+    is_whole = layout.by_sparse_cores and shape[dim] % (tile * layout.num_shards) == 0
     return layout.has_options and is_whole and has_pieces(shape, dim, layout, layout.at_once)
 
 

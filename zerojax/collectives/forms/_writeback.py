@@ -53,7 +53,7 @@ def write_back(
         if leaf.dim is not None and leaf.stacked:
             stacks.setdefault(leaf.shape[0], []).append(number)
             continue
-        if leaf.dim is not None and layout.has_options and layout.offloads:
+        if leaf.dim is not None and layout.has_options and layout.by_sparse_cores:
             # SparseCores would gather all leaves at once, beside the old ones.
             before = {n: out[n] for n in groups[0]}
             news[number], before = jax.lax.optimization_barrier((news[number], before))

@@ -34,15 +34,8 @@ import jax
 from zerojax._jaxpr import bind, num_products, num_summed, variables, with_inner
 from zerojax._traced import is_fill
 from zerojax.collectives.gathers import REDUCED
-from zerojax.collectives.passes._equations import (
-    BACKWARD,
-    Equations,
-    Planted,
-    bytes_of,
-    is_barrier,
-    is_gather,
-    is_named,
-)
+from zerojax.collectives.passes import _equations
+from zerojax.collectives.passes._equations import BACKWARD, is_barrier, is_gather, is_named
 from zerojax.layout import Layout
 
 
@@ -74,7 +67,7 @@ def run_in_order(
     return order.run(args, order.planted()), num_gathers
 
 
-class _Order(Equations):
+class _Order(_equations.Equations):
     """The equations of a program, and which of their operands wait for each other."""
 
     def __init__(self, program: Any) -> None:
@@ -176,8 +169,8 @@ class _Order(Equations):
         for at, eqn in enumerate(self.eqns):
             if _is_reduced(eqn) or eqn in plain:
                 product = self.maker(eqn.outvars[0], num_products)
-                read = bytes_of(product.invars) / parts if product else 0
-                made = bytes_of(eqn.outvars)
+                read = _equations.bytes_of(product.invars) / parts if product else 0
+                made = _equations.bytes_of(eqn.outvars)
                 if is_turn and read <= made:
                     continue
                 groups[-1] += eqn.outvars
@@ -222,10 +215,10 @@ class _Order(Equations):
                 held = [*dict.fromkeys((*read, *self.tied[at]))]
                 given = [self.narrow.get(var, var) for var in held]
                 barrier = functools.partial(self._held, given, held)
-                eqns.append(Planted(barrier, given, held, eqn.source_info))
+                eqns.append(_equations.Planted(barrier, given, held, eqn.source_info))
             if (first := self.again.get(at)) is not None:
                 cast = functools.partial(_cast, eqn.outvars)  # to what a use widens it to
-                eqns.append(Planted(cast, first.outvars, eqn.outvars, eqn.source_info))
+                eqns.append(_equations.Planted(cast, first.outvars, eqn.outvars, eqn.source_info))
                 continue
             if self.loose.isdisjoint(eqn.outvars):
                 eqns.append(eqn)
@@ -234,7 +227,7 @@ class _Order(Equations):
             for run, is_loose in ((list, True), (jax.lax.optimization_barrier, False)):
                 some = [(x, y) for x, y in pairs if (y in self.loose) == is_loose]
                 ins, outs = [x for x, _ in some], [y for _, y in some]
-                eqns.append(Planted(run, ins, outs, eqn.source_info))
+                eqns.append(_equations.Planted(run, ins, outs, eqn.source_info))
         return eqns
 
     def _held(self, given: Sequence[Any], held: Sequence[Any], values: list[Any]) -> list[Any]:

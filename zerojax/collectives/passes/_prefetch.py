@@ -54,7 +54,7 @@ def prefetched(
     three layers', are not reduced; between processes on CPUs at most as many of weights are
     gathered in one message, or kept for the backward pass.
     """
-    waits = layout.offloads or layout.platform == "gpu"
+    waits = layout.by_sparse_cores or layout.platform == "gpu"
     waiting = (BUCKET if bucket_bytes is None else bucket_bytes) * waits
     # A stack that a Python loop indexes is a list as well, of gradients that are reduced by layer.
     is_list = any(not one[0].stacked for one in layout.layers) or layout.partitions("optimizer")
@@ -104,7 +104,7 @@ class _Prefetch:
     def __init__(self, layers: float, layout: Layout, bound: int, waiting: int) -> None:
         self.layers, self.layout, self.bound, self.waiting = layers, layout, bound, waiting
         self.is_tpu = layout.platform == "tpu"
-        self.parts = layout.num_batch_parts if self.is_tpu and not layout.offloads else 0
+        self.parts = layout.num_batch_parts if self.is_tpu and not layout.by_sparse_cores else 0
         self.num_ahead, self.late = 0, list[str]()
         #: variables that are made of constants alone, such as masks
         self.fixed = set[Any]()
