@@ -203,8 +203,8 @@ def test_fields_that_nobody_knows_come_back_and_are_not_taken_for_padded(tmp_pat
     assert_same_bits(restore(tmp_path, layout, more).opt_state, state.opt_state)
 
 
-def test_what_was_just_saved_is_never_removed(tmp_path):
-    """Who goes back to an older step saves below newer ones, which are kept rather."""
+def test_the_last_ones_are_kept_and_none_is_saved_below_them(tmp_path):
+    """Whoever went back to an older step would be given the newer one after a restart."""
     layout, _, _, _ = trained(2, num_steps=0)
     tree = {"x": jax.device_put(jnp.arange(8.0), layout.sharding(P("data")))}
     with Checkpoints(tmp_path, keep=2) as checkpoints:
@@ -212,11 +212,15 @@ def test_what_was_just_saved_is_never_removed(tmp_path):
             checkpoints.save(step, tree, layout)
         checkpoints.wait()
         assert list(checkpoints.steps()) == [8, 9]
-        checkpoints.save(4, tree, layout)
-        checkpoints.wait()
-        assert list(checkpoints.steps()) == [4, 8, 9]
         with pytest.raises(ValueError, match=r"already; go on from it .* another folder$"):
             checkpoints.save(9, tree, layout)
+        with pytest.raises(ValueError, match=rf"^{tmp_path}/9 is of a later step than 4: move it"):
+            checkpoints.save(4, tree, layout)
+        assert list(checkpoints.steps()) == [8, 9]
+        (tmp_path / "9").rename(tmp_path / "9.diverged")
+        checkpoints.save(10, tree, layout)
+        checkpoints.wait()
+        assert list(checkpoints.steps()) == [8, 10]
     for keep in (0, True):
         with pytest.raises(ValueError, match="at least 1"):
             Checkpoints(tmp_path, keep=keep)

@@ -373,3 +373,19 @@ def test_a_loss_may_write_to_the_dicts_and_lists_that_it_is_given(mesh8, stage):
 
     for found, expected in zip(*map(jax.tree.leaves, (jax.jit(run)(params), want)), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_refused_where_devices_run_the_loss_each_for_itself(mesh8):
+    base = {"up": jnp.ones((16, 16))}
+    frozen = zerojax.make_layout(base, mesh8, stage=3, min_size=0)
+    held = jax.device_put(base, frozen.params)
+
+    def loss(params, x):
+        beside = gather_where_used(lambda w: x @ w["up"], frozen)(held)
+        return jnp.mean((x @ params["a"] + beside) ** 2)
+
+    params = {"a": jnp.ones((16, 16))}
+    layout = zerojax.make_layout(params, mesh8, stage=1, min_size=0)
+    step = zerojax.make_train_step(loss, optax.sgd(0.1), layout, zerojax.Recipe(accumulate=2))
+    with pytest.raises(ValueError, match=r"shard_map along data, .*Recipe\(reduce='each'\)"):
+        step(step.init(params), jnp.ones((32, 16)))

@@ -294,11 +294,32 @@ def to_another(params, batch):
     return jnp.mean(logits(params, batch) ** (2 if len(batch["y"]) == 1 else 3))
 
 
-@pytest.mark.parametrize("loss", [squeezed, if_several, by_another, to_another])
+def over_classes(params, batch):
+    z = (batch["x"].mean(1) @ params["out"]).squeeze()  # of one example [classes]
+    return jnp.sum(z.sum(0) * jnp.arange(z.shape[-1])) / len(batch["x"])
+
+
+@pytest.mark.parametrize("loss", [squeezed, over_classes, if_several, by_another, to_another])
 def test_what_python_makes_of_a_single_example_is_seen(loss, mesh8):
     lowered(mesh8, loss, 1, "once")
     with pytest.raises(ValueError, match=r"for a single example: .*test_separable\.py:"):
         lowered(mesh8, loss, 2, "once")
+
+
+AMONG_DEVICES = {
+    "axis_size": (lambda p: jax.lax.axis_size("data"), "grows with the number of examples"),
+    "psum of a number": (lambda p: jax.lax.psum(1, "data"), "grows with the number of examples"),
+    "psum": (lambda p: jax.lax.psum(p["out"].sum(), "data"), "along {'data'} .*: psum"),
+    "all_gather": (lambda p: jax.lax.all_gather(p["out"], "data").sum(), "along {'data'} .*gather"),
+}
+
+
+@pytest.mark.parametrize("name", AMONG_DEVICES)
+def test_what_is_left_of_a_pmap_is_refused(name, mesh8):
+    """Of eight devices it made a loss eight times as large."""
+    factor, match = AMONG_DEVICES[name]
+    with pytest.raises(ValueError, match=match):
+        lowered(mesh8, lambda p, b: jnp.mean(logits(p, b)) * factor(p), 2, "once")
 
 
 def test_an_error_of_the_loss_tells_how_many_examples_it_had(mesh8):

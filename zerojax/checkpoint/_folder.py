@@ -117,26 +117,35 @@ class Checkpoints:
         Returns when devices are free to go on. A damaged one of the step becomes `STEP.damaged`.
 
         Raises:
-            ValueError: the step is saved or negative. Also what went wrong with the save before.
+            ValueError: the step, or a later one, is saved, or it is negative. Also what went wrong
+                with the save before.
         """
         self.wait()
         step = check_step(step)
         path = self.directory / str(step)
         with together("save"):
-            if jax.process_index() == 0 and _is_saved(path):
-                if path not in self._damaged and path in self.steps().values():
-                    told = "go on from it (restore_latest), or give another folder"
-                    raise ValueError(f"{path} holds a checkpoint already; {told}")
+            if jax.process_index() == 0:
+                self._check_newest(step, path)
                 aside = path.with_name(f"{path.name}.damaged")
                 while aside.exists():
                     aside = aside.with_name(f"{aside.name}+")
-                path.rename(aside)
+                if _is_saved(path):
+                    path.rename(aside)
         self._damaged.discard(path)
         then = functools.partial(self._end_save, path)
         self._pending = start_save(
             path, state, layout, tx=self._tx, step=step, data=data, metadata=metadata, then=then
         )
         return self._pending
+
+    def _check_newest(self, step: int, path: Path) -> None:
+        """Refuse a step that `restore_latest` would not take: it goes by their numbers."""
+        whole = {at: x for at, x in self.steps().items() if x not in self._damaged}
+        told = "go on from it (restore_latest), or give another folder"
+        if step in whole:
+            raise ValueError(f"{path} holds a checkpoint already; {told}")
+        if whole and (last := max(whole)) > step:
+            raise ValueError(f"{whole[last]} is of a later step than {step}: move it away, {told}")
 
     def save_local(
         self, step: int, state: PyTree, layout: Layout, *, data: Any = None, metadata: Facts = None
@@ -256,8 +265,7 @@ class Checkpoints:
     def _end_save(self, saved: Path) -> None:
         """Remove old checkpoints, and what an earlier removal has left.
 
-        What was just saved stays: who went back to an older step saves below newer ones. What goes
-        wrong here is no failure of the save.
+        What goes wrong here is no failure of the save.
         """
         set_remedy(f"start again to go on from {saved}")
         if self._keep is None or jax.process_index():
@@ -268,8 +276,7 @@ class Checkpoints:
                     _files.remove(left_over)
             found = [path for path in self.steps().values() if path not in self._damaged]
             for path in found[: -self._keep]:
-                if path != saved:
-                    _files.remove(path)
+                _files.remove(path)
         except OSError as error:
             warnings.warn(f"old checkpoints can't be removed ({error})", stacklevel=2)
 

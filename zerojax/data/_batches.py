@@ -38,7 +38,7 @@ class BatchIterator(Iterator[np.ndarray]):
             if state.get(name) != ours:
                 raise ValueError(
                     f"data state: {name} was {state.get(name)} and is {ours} now, so the same "
-                    "batches can't follow; continue with what was used, or start the data anew"
+                    "batches can't follow; continue with what was used, or start from its weights"
                 )
         self._batches.set_state({"next_index": state["next_index"]})
 

@@ -50,7 +50,7 @@ def quantized(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     magnitude to 4e-9 of it; the step between two codes is at most 3.2% of the largest magnitude,
     and about `4 / code` of a smaller one. What lies between two codes goes to either, and is right
     in the mean: rounded to the nearest, an average that moves by 0.1% a step would never move.
-    Which one is told by the bits of the value, so that all layouts and restarts compute the same.
+    Which one is told by the bits of the value, so that a restart computes the same.
 
     Args:
         tx: any optax optimizer or chain.

@@ -32,8 +32,8 @@ class Recipe:
             checked, and can't constrain shardings over the batch axes. None is "once" at stages 0
             and 1 with several microbatches, else "each".
         clip_norm: largest global norm of the gradients, as the metric `grad_norm` counts it.
-        skip_nonfinite: whether a step whose gradients are not finite leaves parameters, optimizer
-            state and the model's state as they were; with a loss scale that is always so.
+        skip_nonfinite: whether a step whose gradients' norm is not finite leaves parameters,
+            optimizer state and the model's state as they were; with a loss scale that is always so.
         remat: what the backward pass of each layer computes again, keeps, partitions or offloads:
             "none", "dots", "full" or a `RematPolicy`; None is what the model does by itself.
         offload: whether optimizer states and masters live in the host's memory and are updated

@@ -38,7 +38,8 @@ def gather_where_used(loss_fn: LossFn, layout: Layout, recipe: Recipe | None = N
             it says is for the loop to do.
 
     Raises:
-        ValueError: narrow gathers, or weights kept gathered, below stage 3.
+        ValueError: narrow gathers, or weights kept gathered, below stage 3; or it is called where
+            devices run the loss each for itself, as under `reduce="once"`.
     """
     if not callable(loss_fn):
         raise TypeError(f"a loss function is expected, got {type(loss_fn).__name__}; write {_CALL}")
@@ -52,6 +53,12 @@ def gathering(loss_fn: LossFn, layout: Layout, recipe: Recipe) -> LossFn:
 
     @uncollected()
     def wrapped(params: PyTree, *args: Any, **named: Any) -> Any:
+        if along := set(jax.sharding.get_abstract_mesh().manual_axes) & {*layout.batch_axes}:
+            raise ValueError(
+                f"{_CALL} was called within a shard_map along {', '.join(sorted(along))}, where a "
+                "device has its part alone, as in a train step under reduce='once': call it "
+                "outside, or write Recipe(reduce='each')"
+            )
         params = unwrapped(params)  # of a train state
         stored = layout.flatten(params, "params of the loss", within=True, stored=True)
         held, model_of = _arrays(params)  # leaves of an equinox model may be functions

@@ -156,9 +156,14 @@ class _Reader:
             return []
         if name == "axis_index":
             raise Refused("it computes with the place of examples in the batch")
+        manual = {*jax.sharding.get_abstract_mesh().manual_axes}
+        axes = [eqn.params.get(x) for x in ("axes", "axis_name")]  # of a psum or an all_gather
+        along = manual.intersection(jax.tree.leaves(axes))
+        if along and name not in primitives("views"):
+            raise Refused(f"it computes along {along} with what other devices have")
         if name == "sharding_constraint":
             axes = {*jax.tree.leaves((*getattr(eqn.params["sharding"], "spec", ()),))}
-            if along := axes & {*jax.sharding.get_abstract_mesh().manual_axes}:
+            if along := axes & manual:
                 raise Refused(f"it places along {along} an array of which each device has its part")
         if bodies(eqn):
             return self._loop(eqn, other, values)

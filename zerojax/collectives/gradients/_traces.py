@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.core import extend_axis_env_nd
 from jax.extend import core, source_info_util
 
 from zerojax import _examples
@@ -38,9 +39,15 @@ class Refused(Exception):
 def trace_loss(
     loss_fn: Any, params: PyTree, batch: PyTree, size: int, parts: int
 ) -> core.ClosedJaxpr:
-    """Trace a loss for a number of examples; the batch has one of `parts` of the whole."""
+    """Trace a loss for a number of examples; the batch has one of `parts` of the whole.
+
+    It is traced for as many more devices: `axis_size` and `psum(1)` are plain numbers in a trace.
+    """
+    mesh, times = jax.sharding.get_abstract_mesh(), size / (_examples.num_examples(batch) or size)
+    sizes = [(axis, int(mesh.shape[axis] * times)) for axis in mesh.manual_axes]
     try:
-        traced = jax.make_jaxpr(loss_fn)(params, _examples.resized(batch, size), None)
+        with extend_axis_env_nd(sizes):
+            traced = jax.make_jaxpr(loss_fn)(params, _examples.resized(batch, size), None)
     except Exception as error:
         if size == _examples.num_examples(batch):
             if parts > 1:
@@ -100,10 +107,12 @@ def differs_alone(*traces: core.ClosedJaxpr) -> Refused | None:
                 yield from ((eqn, x.aval.size, numbers) for x in eqn.outvars if is_real(x))
 
     turns = itertools.zip_longest(*map(computed, traces), fillvalue=(None, 0, []))
-    for (eqn, size, few), (other, double, some), (_, _, many) in turns:
+    for (eqn, size, few), (other, double, some), (_, four, many) in turns:
         names = {x and x.primitive.name for x in (eqn, other)}
         numbers = zip(few, some, many, strict=False)  # powers of how many examples there are
         grows = all(np.isclose(x * z, y * y, rtol=1e-3, equal_nan=True) for x, y, z in numbers)
-        if len(names) > 1 or double not in (size, 2 * size) or not grows:
+        sizes = (double, four)  # of one example in `x.squeeze().sum(0)` that is a sum over classes
+        is_like = sizes in ((size, size), (2 * size, 4 * size))
+        if len(names) > 1 or not (is_like and grows):
             return Refused("it is another program for a single example").at(eqn or other)
     return None
