@@ -239,3 +239,11 @@ def test_what_does_not_fit_is_refused(loss, made, begun, match, mesh8):
 
     with pytest.raises(ValueError, match=match):
         use()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_loss_that_reads_no_parameter_is_told(stage, mesh8):
+    """It may compute with arrays that it closes over, such as those of an nnx model."""
+    step = make(mesh8, lambda p, x: jnp.mean(jax.lax.stop_gradient(x @ PARAMS["w"]) ** 2), stage)
+    with pytest.warns(UserWarning, match="reads no parameter, so that nothing is trained"):
+        step.lower(step.abstract_state(), X)

@@ -1,6 +1,7 @@
 """`gather_where_used`: a loss of logical parameters becomes one of stored parameters."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,10 @@ def gathering(loss_fn: LossFn, layout: Layout, recipe: Recipe) -> LossFn:
         # On a mesh that is set, a model may place its activations over axes that are its own.
         with jax.sharding.use_abstract_mesh(layout.auto_mesh.abstract_mesh):
             traced, out, written[:] = trace_writing(loss, params_of, logical, given)
+        own, results = traced.jaxpr.invars[: len(stored)], traced.jaxpr.outvars
+        if _jaxpr.depending(traced.eqns, own).isdisjoint(_jaxpr.variables(results)):
+            told = "the loss reads no parameter, so that nothing is trained"
+            warnings.warn(f"{told}: compute it with the params that it is given", stacklevel=2)
         # Below stage 3 a box moves nothing forwards; backwards it asks for a use's gradient summed.
         turns = [is_used_in_turns(traced, i) for i in range(len(stored))]
         boxes = [*map(opening.box, stored, layout.leaves, turns)]
