@@ -353,3 +353,26 @@ def test_a_table_whose_columns_are_cut_is_told_how_it_is_scattered():
         "cut its rows, which are padded then: rules=[zerojax.Rule(path='tab', dim=0)]"
     }
     report([zerojax.Rule(path="tab", dim=0)]).raise_if_problems()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_of_a_table_that_is_looked_up_shards_are_summed_across_replicas(stage):
+    """Slow links: the partitioner sums the whole table over all devices."""
+    mesh = zerojax.make_mesh({"replica": 2, "data": 4})
+    params, tokens = {**PARAMS, "head": PARAMS["emb"].T}, np.tile(TOKENS, (1, 8))
+    layout = zerojax.make_layout(
+        params, mesh, stage=stage, axis="data", batch_axes=("replica", "data")
+    )
+
+    def loss(params, tokens):
+        return loss_of(lambda x, _: x @ params["head"], params, tokens)
+
+    step = zerojax.make_train_step(loss, optax.sgd(1.0), layout)
+    report = step.audit(tokens)
+    report.raise_if_problems()
+    far = [move for move in report.moves if "replica" in move.axes and move.record.elements > 1]
+    assert {move.spans for move in far} == {("replica",)}
+    state, _ = step(step.init(params), tokens)
+    grads = jax.grad(loss)(params, tokens)
+    for name, new in zerojax.unpad(state.params, layout).items():
+        np.testing.assert_allclose(new, params[name] - grads[name], rtol=1e-5, atol=1e-6)

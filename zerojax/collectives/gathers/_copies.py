@@ -12,8 +12,9 @@ into shards. That is done for weights that are looked up and used again, and for
 
 - a loss of gradients (forces, a penalty, an equation's residual) multiplies by a weight along each
   of its dims, and each product would be summed over devices;
-- a lookup whose gradient is reduced in phases: the partitioner may gather the activations'
-  gradients instead, or sum whole tables over all devices;
+- a lookup whose gradient is reduced in phases, or whose shards are summed along further axes, as
+  with hybrid sharding: the partitioner may gather the activations' gradients instead, or sum whole
+  tables over all devices;
 - each use of a padded weight: the partitioner sums over devices at once, and compilers make no
   reduce-scatter of a sum, a pad and a cut. What a device has added up is padded first;
 - products with examples in all turns of a loop, as a recurrence has them, where the partitioner
@@ -238,6 +239,7 @@ def use_own_copies(eqn: Any, values: list[Any], opening: Opening) -> list[Any] |
     phases = layout.phases_of(shape, box.dim, reduces=True)
     is_phased = len(phases.axes) > 1 and not forms.scatters_at_once(shape, box.dim, layout)
     is_gathered = phases.dims and box.dim == len(shape) - 1 > 0
+    is_phased |= not {*layout.batch_axes} <= {*layout.axes["gradient"]}  # with hybrid sharding
     is_phased &= bool(is_gathered) or eqn.primitive.name == "gather"
     is_phased |= forms.scattered_shape(shape, box.dim, layout) != shape
     if not is_padded and not (is_phased and forms.PerDevice(layout).dim_of(box) is not None):
