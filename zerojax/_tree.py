@@ -98,10 +98,10 @@ def with_leaves_like(tree: PyTree, structure: TreeDef, leaves: Sequence[Any]) ->
 
 def _numbers(tree: PyTree, structure: TreeDef, within: bool) -> list[int]:
     given = leaves_by_path(tree)
-    wanted = list(map(_unboxed, leaves_by_path(structure.unflatten(range(structure.num_leaves)))))
-    numbers = {_unboxed(name): number for number, name in enumerate(given)}
+    wanted = list(map(unboxed, leaves_by_path(structure.unflatten(range(structure.num_leaves)))))
+    numbers = {unboxed(name): number for number, name in enumerate(given)}
     floating = {
-        _unboxed(name)
+        unboxed(name)
         for name, leaf in given.items()
         if jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact)
     }
@@ -111,7 +111,7 @@ def _numbers(tree: PyTree, structure: TreeDef, within: bool) -> list[int]:
     return [numbers[name] for name in wanted]
 
 
-def _unboxed(name: str) -> str:
+def unboxed(name: str) -> str:
     """Name a leaf without the box that a framework puts around it: an nnx Variable's `value`."""
     return name.removesuffix("/value")
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import zerojax
 from zerojax._tree import flatten_with_names, unwrapped
@@ -142,3 +143,27 @@ def test_named_tuples_of_the_users_own_are_no_optimizers(tmp_path):
     zerojax.save(tmp_path / "cut", {**state, "replay": Replay(cut)}, layout, tx=FACTORED)
     for name in ("whole", "cut"):
         assert shapes_of(tmp_path / name)["replay/rows"] == ((2048, 3), (2048, 3))
+
+
+def nnx_loop(num_devices):
+    mesh = zerojax.make_mesh({"data": num_devices}, devices=jax.devices()[:num_devices])
+    net = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    layout = zerojax.make_layout(nnx.state(net, nnx.Param), mesh, stage=3)
+    nnx.update(net, jax.device_put(nnx.state(net, nnx.Param), layout.params))
+    optimizer = nnx.Optimizer(net, zerojax.sharded(optax.adam(1e-3), layout), wrt=nnx.Param)
+    return layout, {"model": nnx.state(net, nnx.Param), "optimizer": nnx.state(optimizer)}
+
+
+@pytest.mark.parametrize("tx", [None, optax.adam(1e-3)])
+@pytest.mark.parametrize(("before", "after"), [(8, 6), (6, 8)])
+def test_the_state_of_an_nnx_optimizer_fits_another_number_of_devices(tmp_path, before, after, tx):
+    """Its moments lie in Variables, under paths that end in `kernel/value`."""
+    layout, state = nnx_loop(before)
+    state = jax.tree.map(lambda x: x + 1, state)
+    zerojax.save(tmp_path, state, layout, tx=tx)
+    assert shapes_of(tmp_path)["optimizer/opt_state/0/mu/kernel/value"][0] == (64, 64)
+    other, like = nnx_loop(after)
+    back = zerojax.restore(tmp_path, other, like, tx=tx)
+    for x, y in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
+        part = tuple(slice(min(sizes)) for sizes in zip(x.shape, y.shape, strict=True))
+        np.testing.assert_array_equal(x[part], y[part])

@@ -141,7 +141,8 @@ def test_compilers_know_the_options_and_obey(target):
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
     batch = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16, sharding=layout.batch)
-    step = zerojax.make_train_step(loss, optax.sgd(0.1), layout)
+    recipe = zerojax.Recipe(precision=zerojax.Precision(params="bfloat16"))
+    step = zerojax.make_train_step(loss, optax.sgd(0.1), layout, recipe)
     lowered = step.lower(step.abstract_state(), batch)
     counts = []
     for size in (1, 10**9):

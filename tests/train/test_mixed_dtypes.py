@@ -169,3 +169,14 @@ def test_parameters_of_a_byte_are_clipped_and_learn(stage, mesh8):
     assert float(metrics["grad_norm"]) == pytest.approx(float(norm), rel=1e-2)
     assert state.params["w"].dtype == jnp.float8_e4m3fn
     assert float(step.evaluate(state, X)) < float(metrics["loss"])
+
+
+def test_narrow_weights_without_a_copy_are_told(mesh8):
+    """As downloaded files have them; who means it says so."""
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    layout = zerojax.make_layout(params, mesh8, stage=2)
+    with pytest.warns(UserWarning, match=r"all parameters are bfloat16, .*precision='bf16' keeps"):
+        zerojax.make_train_step(lambda p, x: p["w"].sum(), optax.sgd(0.1), layout)
+    for precision in ("bf16", zerojax.Precision(params="bfloat16")):
+        recipe = zerojax.Recipe(precision=precision)
+        zerojax.make_train_step(lambda p, x: p["w"].sum(), optax.sgd(0.1), layout, recipe)

@@ -140,8 +140,8 @@ class Evidence:
     @cached_property
     def instead(self) -> tuple[Move, ...]:
         """Return gathers of what lookups give back, less than to reduce their table's gradient."""
-        given = [x for x in self.large if x.role == "gather" and not x.match.form]
-        given = [x for x in given if self.is_for(x, "scatter-add")]
+        given = [x for x in self.moves if x.role == "gather" and not x.match.form]  # few are small
+        given = [x for x in given if x.record.dtype[0] in "bf" and self.is_for(x, "scatter-add")]
         sums = [move for move in self.large if move.role in REDUCTIONS]
         due = sum([*self.theory.scattered.values(), *self.theory.summed.values()])
         return (*given,) if hlo.sum_moved([*sums, *given], "judged") <= due else ()

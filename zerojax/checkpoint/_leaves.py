@@ -206,13 +206,18 @@ def _raise_misfit(path: tuple[Any, ...], copy: PyTree, layout: Layout) -> NoRetu
 
 
 def _like(below: Sequence[Node], placed: Layout | OptimizerLayout) -> dict[str, Shape]:
-    """Return the logical shapes below every node that has the structure and shapes of a layout."""
-    known = {}
+    """Return the logical shapes below every node that has the leaves and shapes of a layout.
+
+    They are matched by path, as in `_tree.leaves_like`: nnx holds an optimizer's state in others.
+    """
+    wanted, known = _stored((), placed.structure.unflatten(placed.leaves)), {}
+    leaves = dict(zip(map(_tree.unboxed, wanted), placed.leaves, strict=True))
     for path, node in below:
-        if jax.tree.structure(node) == placed.structure:
-            own = dict(zip(_stored(path, node).items(), placed.leaves, strict=True))
-            if all(shape in (x.stored_shape, x.shape) for (_, shape), x in own.items()):
-                known |= {name: x.shape for (name, _), x in own.items()}
+        if jax.tree.structure(node).num_leaves == len(leaves):
+            own = [leaves.get(_tree.unboxed(name)) for name in _stored((), node)]
+            found = dict(zip(_stored(path, node).items(), own, strict=True))
+            if all(x and shape in (x.stored_shape, x.shape) for (_, shape), x in found.items()):
+                known |= {name: x.shape for (name, _), x in found.items() if x}
     return known
 
 

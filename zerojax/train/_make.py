@@ -1,5 +1,6 @@
 """What makes a train step of a loss, and refuses what can't be one."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -58,6 +59,15 @@ def make_train_step(
     check_layout(layout, "make_train_step(loss_fn, tx, layout, recipe)")
     check_trainable(layout)
     loss, recipe = Loss(loss_fn, has_aux, asked_of(loss_fn)), as_recipe(recipe)
+    dtypes = [x.dtype for x in jax.tree.leaves(layout.shapes)]
+    kept = (recipe.precision.params, recipe.precision.master)
+    if kept == (None, None) and all(x.itemsize == 2 for x in dtypes):
+        told = f"all parameters are {dtypes[0]}, and so are their updates, of which small ones are"
+        warnings.warn(
+            f"{told} lost: precision='bf16' keeps fp32 copies in shards. If it is meant, write "
+            f"Precision(params='{dtypes[0]}')",
+            stacklevel=2,
+        )
     asks = "model_state" in loss.asks
     if asks != (model_state is not None):
         raise ValueError(

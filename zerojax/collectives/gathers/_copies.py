@@ -239,7 +239,10 @@ def use_own_copies(eqn: Any, values: list[Any], opening: Opening) -> list[Any] |
     phases = layout.phases_of(shape, box.dim, reduces=True)
     is_phased = len(phases.axes) > 1 and not forms.scatters_at_once(shape, box.dim, layout)
     is_gathered = phases.dims and box.dim == len(shape) - 1 > 0
-    is_phased |= not {*layout.batch_axes} <= {*layout.axes["gradient"]}  # with hybrid sharding
+    if not {*layout.batch_axes} <= {*layout.axes["gradient"]}:  # with hybrid sharding
+        # Of fewer elements XLA gathers what lookups give back, which moves less.
+        parts = layout.num_parts(layout.axes["gradient"])
+        is_phased |= eqn.outvars[0].aval.size * parts > box.value.size * (parts - 1)
     is_phased &= bool(is_gathered) or eqn.primitive.name == "gather"
     is_phased |= forms.scattered_shape(shape, box.dim, layout) != shape
     if not is_padded and not (is_phased and forms.PerDevice(layout).dim_of(box) is not None):
