@@ -63,13 +63,14 @@ def test_two_processes_learn_what_one_learns_and_one_goes_on(tmp_path, monkeypat
 
 
 def test_what_collectives_greet_with_is_not_passed_on(capfdbinary):
-    """Also where two threads have mixed their words."""
+    """Also where threads have mixed their words and ends of lines."""
     greeting = "[Gloo] Rank 1 is connected to 3 peer ranks. Expected number of connected peer ranks"
     mixed = "[Gloo] Rank [Gloo] Rank 13 is connected to  is connected to 3 peer ranks. "
     told = [
         f"{greeting} is : 3",
         mixed,
         "3 peer ranks. Expected number of connected peer ranks is : 3",
+        *(f"{greeting} is : 3{greeting} is : 3", "", f"{greeting} is : {greeting} is : 3", "3"),
     ]
     told += ["", "42", "step 2: 5 peers", "Traceback: a peer is connected to nothing"]
     program = [sys.executable, "-c", f"print(*{told!r}, sep='\\n')"]

@@ -106,8 +106,15 @@ def _wait(started: Sequence[subprocess.Popen[bytes]], signals: list[int]) -> int
 def _print(index: int, process: subprocess.Popen[bytes]) -> None:
     """Pass on what a process prints, a line at a time, but not what its collectives greet with."""
     assert process.stdout is not None
+    # "[Gloo] Rank 1 is connected to 3 peer ranks. Expected number of ... is : 3" and a newline:
+    # threads mix the pieces, and a line of two greetings leaves one of digits or of nothing.
+    begun = 0
     with process.stdout:  # where stdout is closed, that is closed for the process as well
         for line in process.stdout:
-            if b"[Gloo] Rank" not in line and b"peer ranks" not in line:  # gloo's greetings
+            begun += line.count(b"[Gloo] Rank")
+            left = begun and not line.strip(b"0123456789 \n")
+            if left or b"[Gloo] Rank" in line or b"peer ranks" in line:
+                begun = max(0, begun - 1)
+            else:
                 sys.stdout.buffer.write(b"[%d] %s\n" % (index, line.rstrip(b"\n")))
                 sys.stdout.buffer.flush()
