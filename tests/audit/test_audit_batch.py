@@ -49,6 +49,41 @@ def test_a_batch_that_is_not_placed_is_the_one_problem(make, where):
     assert "device_put(batch, layout.batch)" in problem.remedy
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("how", ["strided", "one behind the other"])
+def test_microbatches_on_a_part_of_the_devices_are_one_problem(make, stage, count, how):
+    """Of [64, W] over 8 devices as [4, 16, W], a microbatch lies on two, and six compute it too."""
+    layout = make(stage)
+    tx, loss = zerojax.sharded(TX, layout), zerojax.gather_where_used(pair_loss, layout)
+
+    def step(params, opt_state, x):
+        parts = x.reshape(-1, count, WIDTH).swapaxes(0, 1)
+        parts = parts if how == "strided" else x.reshape(count, -1, WIDTH)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(params, part)), None
+
+        total = jax.lax.scan(add, zeros, parts)[0]
+        updates, opt_state = tx.update(total, opt_state, params)
+        return zerojax.apply_updates(params, updates, layout), opt_state
+
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes_of(PAIR))
+    params = jax.device_put(zeros, layout.params)
+    x = jax.device_put(np.ones((64, WIDTH), np.float32), layout.batch)
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), x).compile()
+    report = audit(compiled, layout, zerojax.Recipe(accumulate=count, reduce="each"))
+    if how == "strided":
+        assert report.problems == ()
+        return
+    assert kinds(report) == {"batch"}
+    problem = only(report, "batch")
+    assert f"data[{8 // count}/8]" in problem.where
+    assert f"summed over {8 // count}: {count} devices each compute the same" in problem.seen
+    assert "swapaxes(0, 1)" in problem.remedy
+
+
 # ------------------------------------------------------------------ jits that lose the paths
 
 

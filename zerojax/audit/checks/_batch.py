@@ -14,6 +14,11 @@ from zerojax.audit.checks._traffic import check_scatter
 FOLLOWS = frozenset(
     "reduce-scatter reduction volume accumulator activation shuffle dtype".split()
 ) | {"kept gather"}
+#: What to do where `x.reshape(M, -1, ...)` gives each microbatch the examples of few devices.
+MICROBATCHES = (
+    "let each microbatch have examples of every device: "
+    "x.reshape(-1, M, *x.shape[1:]).swapaxes(0, 1), not x.reshape(M, -1, *x.shape[1:])"
+)
 
 
 def check_batch(evidence: Evidence) -> Iterator[Problem]:
@@ -33,7 +38,10 @@ def check_batch(evidence: Evidence) -> Iterator[Problem]:
     ]
     is_whole = all(leaf.shard_shape == leaf.shape for leaf in batch)
     is_cut = any(leaf.shard_shape[0] < leaf.shape[0] for leaf in batch)
-    if parts == 1 or not examples or is_cut:
+    if parts == 1 or not examples:
+        return
+    if is_cut:
+        yield from _check_shared(evidence)
         return
     if not is_whole and next(check_scatter(evidence), None) is None:
         return
@@ -46,6 +54,37 @@ def check_batch(evidence: Evidence) -> Iterator[Problem]:
         "and what moves can't be judged",
         remedy="place it: jax.device_put(batch, layout.batch), or in_shardings of layout.batch",
     )
+
+
+def _check_shared(evidence: Evidence) -> Iterator[Problem]:
+    """Check that sums of gradients connect all devices: else some compute the same examples.
+
+    %x = f32[4,2,...] all-gather(%batch), data[4/8]    microbatches of a batch as [4, 16, ...]
+    %g = f32[64] all-reduce(%own), data[2/8]           the sum of two devices, in four such pairs
+    """
+    layout = evidence.layout
+    adds = [move for move in evidence.large if move.role != "gather"]
+    sums = [move for move in adds if move.role in REDUCTIONS and move.match.form]
+    axes = {*layout.batch_axes}
+    is_whole = any(axes <= {*move.spans} or not move.record.groups for move in adds)
+    if is_whole or not sums or evidence.instead:
+        return
+    apart = [{device} for device in range(layout.devices.size)]
+    for group in itertools.chain(*{move.record.groups for move in adds}):
+        joined = set[int]().union(*(apart[device] for device in group))
+        for device in joined:
+            apart[device] = joined
+    parts = layout.num_batch_parts
+    copies = len({id(one) for one in apart}) * parts // layout.devices.size
+    if copies > 1:
+        yield Problem(
+            where=describe_move(max(sums, key=lambda move: move.moved)),
+            expected=f"gradients summed over all {parts} parts of the batch, along "
+            f"{' x '.join(layout.batch_axes)}",
+            seen=f"they are summed over {parts // copies}: {copies} devices each compute the same "
+            "examples; what moves can't be judged",
+            remedy=MICROBATCHES + hint(evidence, "make_train_step"),
+        )
 
 
 def check_reduction(evidence: Evidence) -> Iterator[Problem]:
@@ -81,7 +120,7 @@ def check_reduction(evidence: Evidence) -> Iterator[Problem]:
         found = [x for x in found if math.prod(layout.leaves[x].shape) >= evidence.floor]
         seen = "its gradient is summed nowhere: from there on each device computes all examples"
         remedy = "constrain what was put in another order to layout.batch, or order each device's "
-        remedy += "own examples alone (jax.shard_map)"
+        remedy += f"own examples alone (jax.shard_map); {MICROBATCHES}"
     elif len(found) == len(trained) and any(check_scatter(evidence)):
         return
     if found:
