@@ -336,3 +336,47 @@ def test_a_copy_that_the_loss_reads_may_be_whole_as_parameters_are(mesh8):
 
     places = (layout.params, layout.params, layout.opt_state(TX))
     assert report_of(layout, step, places, places, donate_argnums=(0, 1, 2)).problems == ()
+
+
+@pytest.mark.parametrize("beside", ["base", "points"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_frozen_base_is_told_from_examples(mesh8, stage, beside):
+    """Both are cut along their first dims, of two sizes; adapters are all that is trained."""
+    count = 2 * BATCH if beside == "points" else WIDTH
+    sizes = {"first": (BATCH if beside == "points" else 2 * WIDTH, WIDTH), "second": (count, WIDTH)}
+    others = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
+    shapes = {"adapters": shapes_of(PAIR), "base": others}
+    layout, trained = (
+        zerojax.make_layout(x, mesh8, stage=stage) for x in (shapes, shapes_of(PAIR))
+    )
+    tx = zerojax.sharded(TX, trained)
+
+    def with_base(params, x):
+        h = jnp.concatenate([x, x], 1) @ params["base"]["first"] @ params["base"]["second"]
+        return pair_loss(params["adapters"], x + h)
+
+    def of_points(adapters, points):
+        return pair_loss(adapters, points["first"]) + pair_loss(adapters, points["second"])
+
+    def step(adapters, opt_state, others, x):
+        def loss(adapters):
+            if beside == "points":
+                losses = zerojax.gather_where_used(of_points, trained)
+                return losses(adapters, others)
+            loss = zerojax.gather_where_used(with_base, layout)
+            return loss({"adapters": adapters, "base": others}, x)
+
+        updates, opt_state = tx.update(jax.grad(loss)(adapters), opt_state, adapters)
+        return zerojax.apply_updates(adapters, updates, trained), opt_state
+
+    back = (trained.params, trained.opt_state(TX))
+    place = layout.batch if beside == "points" else layout.params["base"]
+    at = {"in_shardings": (*back, place, layout.batch), "out_shardings": back}
+    given = (trained.shapes, jax.eval_shape(TX.init, trained.shapes), others, X)
+    compiled = jax.jit(step, donate_argnums=(0, 1), **at).lower(*given).compile()
+    report = audit(compiled, trained)
+    told = ["volume"] if beside == "points" else []  # the network runs twice
+    assert [problem.kind for problem in report.problems] == told
+    if beside == "points" or stage == 3:
+        seen = report.memory.batch if beside == "points" else report.memory.other
+        assert seen == sum(4 * a * b for a, b in sizes.values()) // 8

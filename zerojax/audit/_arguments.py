@@ -21,7 +21,8 @@ _MASTER = re.compile(r"(^|[/_])(master|fp32)", re.IGNORECASE)
 _GRADIENT = re.compile(r"(^|[/_])(grad|acc_grad|accum)", re.IGNORECASE)
 _PARAMETER = re.compile(r"(^|/)(params|parameters|weights|model)(/|$)", re.IGNORECASE)
 #: What computes with weights, as with no mask; compilers call libraries for products.
-WEIGHS = ("dot", "convolution", "custom-call", "gather", "all-gather", "all-gather-start")
+GATHERS = {"all-gather", "all-gather-start"}
+WEIGHS = GATHERS | {"dot", "convolution", "custom-call", "gather"}
 LAYERS = HANDS_ON | {"concatenate", "dynamic-slice"}
 
 
@@ -78,7 +79,7 @@ def classify(program: Program, layout: Layout) -> Iterator[Held]:
         owners |= {number: index for index, number in enumerate(tree)}
     for number, (index, kind) in _alone(leaves, program.outputs, kinds, owners, layout).items():
         kinds[number], owners[number] = kind, index
-    states, nets = {leaves[number].owner for number in kinds}, _nets(leaves, layout)
+    states, nets = {leaves[number].owner for number in kinds}, _nets(program, layout)
     for number, leaf in enumerate(leaves):
         kind = kinds.get(number) or _rest(leaf, leaf.owner in states, layout)
         kind = "other" if kind == "batch" and leaf.owner in nets else kind
@@ -107,11 +108,15 @@ def find_trees(leaves: Sequence[Argument], layout: Layout) -> dict[str, list[int
 
 def is_read(program: Program, leaf: Argument) -> bool:
     """Return whether a program computes with an argument as a loss does with its weights."""
+    return any(name in WEIGHS for name in _first_uses(program, leaf))
+
+
+def _first_uses(program: Program, leaf: Argument) -> Iterator[str]:
     if leaf.number is None:
-        return False
+        return
     entry = program.module.entry
     value = Value(Frame(computation=entry), entry.parameters[leaf.number].name, None)
-    return any(x.line.opcode in WEIGHS for x in uses_of(program.module, value, LAYERS))
+    yield from (x.line.opcode for x in uses_of(program.module, value, LAYERS))
 
 
 def _tree_kinds(
@@ -195,19 +200,25 @@ def _rest(leaf: Argument, is_beside_states: bool, layout: Layout) -> HeldKind:
     return "batch" if (cut and along) or not is_beside_states else "other"
 
 
-def _nets(leaves: Iterable[Argument], layout: Layout) -> set[str]:
-    """Return the arguments that are weights of another net, as a teacher's.
+def _nets(program: Program, layout: Layout) -> set[str]:
+    """Return the arguments that are weights of another net, as a teacher's or a frozen base.
 
-    They are cut along dims of several sizes, and some of them along an inner dim: `[1024, 512]` of
-    an embedding along 1024, `[6, 512, 2048]` along 512. A batch is cut along as many examples.
+    They are cut along dims of several sizes. Some are cut along an inner dim: `[1024, 512]` of an
+    embedding along 1024, `[6, 512, 2048]` along 512; or all are floats, gathered as they come. A
+    batch is cut along as many examples; points within a domain and on its edge are not gathered.
     """
     cuts = collections.defaultdict[str, dict[int, bool]](dict)
-    for leaf in leaves:
+    others = set[str]()
+    for leaf in program.inputs:
         pairs = enumerate(zip(leaf.shape, leaf.shard_shape, strict=True))
         cut = [(size, 0 < dim < len(leaf.shape) - 1) for dim, (size, part) in pairs if part < size]
         if len(cut) == 1 and any(f"'{axis}'" in leaf.spec for axis in layout.batch_axes):
             cuts[leaf.owner].update(cut)
-    return {owner for owner, sizes in cuts.items() if len(sizes) > 1 and any(sizes.values())}
+            uses = () if leaf.owner in others else {*_first_uses(program, leaf)}
+            if leaf.dtype[0] not in "bf" or not uses or uses - GATHERS:
+                others.add(leaf.owner)
+    several = {owner for owner, sizes in cuts.items() if len(sizes) > 1}
+    return {owner for owner in several if any(cuts[owner].values()) or owner not in others}
 
 
 def _shards(
