@@ -106,7 +106,6 @@ DECIMAL = (Unit("GB", 1e9, 10), Unit("MB", 1e6, 10), Unit("kB", 1e3, 10), Unit("
 
 
 def unit_for(largest: float, units: tuple[Unit, ...]) -> Unit:
-    """Return the unit that suits figures of which this is the largest."""
     return next(unit for unit in units if largest >= unit.least * unit.size)
 
 

@@ -47,7 +47,6 @@ def parameters_of(loss_fn: LossFn) -> dict[str, inspect.Parameter]:
 
 
 def read_loss(out: Any, *, has_aux: bool, has_state: bool) -> tuple[Any, Any]:
-    """Return a loss and what comes with it, or refuse what is none."""
     more = "(aux, model_state)" if has_aux and has_state else "aux" if has_aux else "model_state"
     if has_aux or has_state:
         why = "with has_aux=True" if has_aux else "a loss that asks for model_state"

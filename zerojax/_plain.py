@@ -25,5 +25,4 @@ def made(kind: Any, x: Any) -> Any:
 
 
 def read_table(package: str, name: str) -> dict[str, Any]:
-    """Read a TOML file that lies in a package."""
     return tomllib.loads(resources.files(package).joinpath(name).read_text("utf-8"))

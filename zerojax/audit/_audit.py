@@ -31,7 +31,6 @@ class AxisVolume:
 
 
 def labelled(texts: Mapping[str, str], style: str = "") -> Table:
-    """Make a table of labels and texts, whose further lines are indented."""
     grid = Table.grid(padding=(0, 1), pad_edge=True)
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(style=style)

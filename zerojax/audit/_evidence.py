@@ -164,8 +164,6 @@ class Evidence:
         return self.theory_with(self.recipe)
 
     def theory_with(self, recipe: Recipe) -> Theory:
-        """Return what such a step had to move with another recipe."""
-
         def is_handed_on(new: hlo.Value) -> bool:  # as it came, and so not gathered
             found = hlo.source_of(self.module, new.frame, new.name)
             return found is not None and (found[1].opcode, found[0].parent) == ("parameter", None)
@@ -196,7 +194,6 @@ class Evidence:
         return frozen if len(frozen) < len(self.layout.leaves) else frozenset()
 
     def _is_own(self, leaf: int, new: hlo.Value, seen: set[Key] | None = None) -> bool:
-        """Return whether a new parameter is made of its own states alone."""
         made_of = hlo.arguments_of(self.module, new, seen=seen)
         return all(x in self._numbers[leaf] for x in made_of)  # the first other one ends the walk
 
@@ -325,7 +322,6 @@ def describe_move(move: Move) -> str:
 
 
 def whose(evidence: Evidence, move: Move) -> str:
-    """Name the leaves that a collective probably moves."""
     form = move.match.form
     if not move.match.leaves:
         return {"": "of no leaf", "joined": "of several leaves"}.get(form, "of the optimizer")

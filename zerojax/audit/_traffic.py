@@ -97,7 +97,6 @@ def moves_of(
 
 
 def role_of(record: Collective) -> Role:
-    """Return what a collective does, whatever its spelling."""
     if record.op == "all-gather" or record.spelling in _GATHERS:
         return "gather"
     if record.op == "reduce-scatter" or record.spelling == "windowed reduce-scatter":

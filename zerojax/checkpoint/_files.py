@@ -68,7 +68,6 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's names, to disk."""
     try:
         opened = os.open(path, os.O_RDONLY)
         try:

@@ -84,7 +84,6 @@ def read_agreed(root: Path) -> Manifest:
 def read_state(
     root: Path, layout: Layout, like: PyTree, tx: Optimizer, *, partial: bool = False
 ) -> tuple[Manifest, PyTree]:
-    """Read what `restore` does, and the manifest with it."""
     for path, x in leaves_by_path(like).items():
         if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
             told = f"leaf {path!r} of like is a {type(x).__name__}; give a tree of arrays or shapes"
@@ -110,7 +109,6 @@ def read_state(
 
 
 def rebuilt(found: Mapping[str, jax.Array], like: PyTree) -> PyTree:
-    """Put arrays that were read, by path, into the structure of `like`."""
     pairs = [(x, found.get(path, x)) for path, x in leaves_by_path(like).items()]
     wrap = jax.random.wrap_key_data
     leaves = [wrap(y, impl=x.dtype) if is_key(x) and y is not x else y for x, y in pairs]

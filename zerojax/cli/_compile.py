@@ -100,7 +100,6 @@ class CompileResult:
 
     @property
     def verdict(self) -> str:
-        """Whether the program fits, and by how much, in a line."""
         if self.shortage is not None or self.report is None:
             return str(self.shortage)
         needed, there = self.report.memory.allocated, self.request.memory

@@ -194,7 +194,6 @@ def _show_stages(plans: Sequence[Plan], screen: Screen) -> None:
 
 
 def stages_table(plans: Sequence[Plan], size: float) -> Table:
-    """Make the table of stages, on at most 80 columns."""
     hosted = any(one.bytes.host for one in plans)
     columns = [">stage", ">params", ">grads", ">optimizer", ">states", ">peak"]
     columns += [">on host"] * hosted + [">volume", ">ms", "bound by"]

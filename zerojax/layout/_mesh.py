@@ -54,7 +54,6 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
 
 
 def check_axes(axes: Any, caller: str) -> None:
-    """Refuse what is no mapping of names of mesh axes to sizes."""
     names = axes if isinstance(axes, Mapping) else ()
     if not names or not all(isinstance(n, str) and n and n.isascii() for n in names):
         told = f"{caller} takes axis names, of ASCII, and sizes, as in {{'data': 8}}, got"

@@ -35,7 +35,6 @@ def check_names(jaxpr: Any, wanted: Sequence[str]) -> None:
 
 
 def has_layers(program: Any) -> bool:
-    """Whether a function has layers that a policy can be applied to."""
     return any(
         eqn.primitive.name in (_jaxpr.REMATERIALISED, "scan")
         or (_jaxpr.runs_in_place(eqn) and has_layers(_jaxpr.called(eqn)))
@@ -44,7 +43,6 @@ def has_layers(program: Any) -> bool:
 
 
 def works_outside(program: Any) -> bool:
-    """Whether some product or loop lies in no rematerialised call."""
     eqns = _jaxpr.opened(program)[0].eqns
     outside = [eqn for eqn in eqns if eqn.primitive.name != _jaxpr.REMATERIALISED]
     if any(eqn.primitive.name in _jaxpr.OPAQUE | _jaxpr.LOOPS.keys() for eqn in outside):
@@ -72,7 +70,6 @@ def carries(body: Any, moving: Sequence[bool], num_consts: int, num_carry: int) 
 
 
 def check_host_memory(asked: str, devices: Iterable[Any]) -> None:
-    """Refuse what needs the host's memory on devices that have none."""
     device = next(iter(devices))
     kinds = memory_kinds(device)
     # The description of a GPU that you don't have names no memory; real ones and compilers have.

@@ -132,7 +132,6 @@ class Trace:
 
     @cached_property
     def has_layers(self) -> bool:
-        """Whether the loss has layers that can be rematerialised otherwise."""
         return has_layers(jax.make_jaxpr(self._loss_fn)(self._params, self._batch))
 
     def _jaxpr(self, examples: int) -> Any:

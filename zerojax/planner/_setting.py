@@ -121,7 +121,6 @@ class Setting:
 
     @property
     def update_traffic(self) -> float:
-        """The bytes between device and host for the update."""
         if not self.hosted:
             return 0.0
         given, leaves = self.recipe.precision, enumerate(self.layout.leaves)

@@ -189,7 +189,6 @@ class RematPolicy:
 
 
 def as_remat(policy: RematPolicy | Remat | None) -> RematPolicy | None:
-    """Return the policy of a name; None leaves the model as it is."""
     if policy is None or isinstance(policy, RematPolicy):
         return policy
     return RematPolicy(recompute=policy)

@@ -155,7 +155,6 @@ def check_batch(batch: PyTree, layout: Layout, num_microbatches: int) -> None:
 
 
 def check_placement(batch: PyTree, layout: Layout) -> None:
-    """Refuse a batch that lies otherwise than the layout asks for."""
     for name, x in example_leaves(batch):
         if jax.process_count() > 1 and getattr(x, "is_fully_addressable", True):
             raise ValueError(
@@ -178,7 +177,6 @@ def check_placement(batch: PyTree, layout: Layout) -> None:
 
 
 def check_trainable(layout: Layout) -> None:
-    """Refuse parameters that have no gradient."""
     for leaf in layout.leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ValueError(

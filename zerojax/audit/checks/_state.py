@@ -50,7 +50,6 @@ def check_recognised(evidence: Evidence) -> Iterator[Problem]:
 
 
 def check_placement(evidence: Evidence) -> Iterator[Problem]:
-    """Check that every state takes on a device what the layout gives it."""
     layout, states = evidence.layout, evidence.states(*STATES)
     placed = (one for one in states if one.shards and one.argument.placement >= 0)
     judged = [one for one in placed if one.elements >= evidence.floor]

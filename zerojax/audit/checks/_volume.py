@@ -30,7 +30,6 @@ STAGED = (
 
 
 def tolerance(evidence: Evidence) -> float:
-    """Return the largest volume over theory that passes."""
     groups = [set(axes) for axes in evidence.layout.groups]
     staged = any(
         move.role in ("gather", "scatter", "sliced")
@@ -44,7 +43,6 @@ def tolerance(evidence: Evidence) -> float:
 
 
 def check_volume(evidence: Evidence) -> Iterator[Problem]:
-    """Check that a device moves no more than the stage's formula."""
     if not evidence.is_step:
         return
     yield from _check_padding(evidence)

@@ -209,7 +209,6 @@ class BuiltStepOptions(StepOptions):
             raise ValueError("--keep-gathered keeps what stage 3 gathers: give --stage 3")
 
     def mesh_axes(self, num_devices: int) -> dict[str, int]:
-        """Share devices out between data and model."""
         parts = self.model_axis
         if num_devices % parts:
             fits = ", ".join(str(n) for n in range(1, num_devices + 1) if num_devices % n == 0)
@@ -235,7 +234,6 @@ class BuiltStepOptions(StepOptions):
 
 
 def gpt_shapes(config: gpt.Config) -> PyTree:
-    """Return the shapes of a GPT's parameters; starts no backend."""
     return jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
 
 

@@ -174,7 +174,6 @@ class _Training:
         self.end_saving()
 
     def step(self) -> None:
-        """Send one step off and take in those that are done."""
         with refusing():
             rows = next(self.run.batches)
         batch = self.run.step.place(rows)
@@ -226,7 +225,6 @@ class _Training:
                 )
 
     def evaluate(self) -> None:
-        """Evaluate on the held-out text, and say what was learned."""
         self.settle(0)
         losses, step, batches = list[float](), self.run.step, self.run.held_out
         self.screen.evaluated(0, len(batches))
@@ -267,7 +265,6 @@ class _Training:
             set_remedy(f"step {saving.path.name} is saved; {self.how}")
 
     def draw(self) -> None:
-        """Draw what was learned, and say what was written."""
         if self.is_first and (lines := self.metrics.read()):
             options, plot = self.options, self.options.out / "training.png"
             title = f"{options.model}, {options.optimizer}, {options.precision}, "

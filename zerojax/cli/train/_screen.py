@@ -41,7 +41,6 @@ class TrainScreen(Screen):
             super().show(what)
 
     def start(self, run: TrainRun) -> None:
-        """Show model, data, mesh and the bytes per device."""
         options, corpus, config = run.options, run.corpus, run.config
         files = f"{corpus.num_files:,} file{'s' if corpus.num_files > 1 else ''}"
         train, held = corpus.train.size, corpus.held_out.size

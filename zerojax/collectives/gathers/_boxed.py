@@ -116,7 +116,6 @@ class Opening:
 
     @property
     def gathers(self) -> bool:
-        """Whether parameters are partitioned, so that opening moves bytes."""
         return self.layout.partitions("parameter")
 
     def widens(self, dtype: Any) -> bool:

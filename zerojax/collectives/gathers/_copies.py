@@ -106,7 +106,6 @@ _with_gradient_of.defvjp(
 
 
 def copied(box: Boxed, opening: Opening) -> Copied:
-    """Let uses of a fresh box read copies."""
     layout, dim, like = opening.layout, box.dim, box.shape_alone
     stored, source = like.value, box.source.dtype
     dtype = opening.reduce_dtype if opening.widens(stored.dtype) else stored.dtype

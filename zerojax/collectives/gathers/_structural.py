@@ -97,7 +97,6 @@ def is_slice(eqn: Any) -> bool:
 def _on_shards(
     eqn: Any, values: list[Any], boxes: list[Boxed], opening: Opening
 ) -> list[Any] | None:
-    """Run an equation on the values, if it treats all shards alike."""
     first = boxes[0]
     others = [v for v in values if not isinstance(v, Boxed)]
     if not all(_lies_as(first, b) for b in boxes):

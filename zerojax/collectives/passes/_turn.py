@@ -80,7 +80,6 @@ class Turn(Equations):
         return any(eqn.outvars[0] is out and _jaxpr.variables(eqn.invars) == [var] for eqn in sums)
 
     def _ends(self) -> list[Any]:
-        """Return before which product each gather of a backward layer ends."""
         products = [(eqn, work) for eqn in self.eqns if (work := _jaxpr.num_products(eqn))]
         done = [*itertools.accumulate(work for _, work in products)]
         moved = [*itertools.accumulate(eqn.outvars[0].aval.size for eqn in self.gathers)]

@@ -70,7 +70,6 @@ class Dims:
         return set(map(self.find, self._met[id(eqn)]))
 
     def read(self, eqns: Sequence[Any]) -> None:
-        """Label what equations make, those of loops and branches within too."""
         for eqn in eqns:
             self._mixed[id(eqn)], self._met[id(eqn)] = set(), set()
             inner = list(self._tied(eqn))

@@ -48,7 +48,6 @@ class Spread:
 
     @property
     def local(self) -> Shape:
-        """The shape of one device's part, padded where it has to be."""
         return tuple(-(-size // n) for size, n in zip(self.shape, self.parts, strict=True))
 
     def pad(self, rows: jax.Array) -> jax.Array:
