@@ -12,6 +12,9 @@ PAGE, PLOT = ROOT / "docs/benchmarks.md", ROOT / "docs/pictures/peers.png"
 BEGIN, END = "<!-- written by benchmarks/peers -->\n", "<!-- end -->"
 #: How far losses may lie apart.
 SAME = {"fp32": 1e-5, "bf16": 1e-2}
+#: How ways are called in the plot; a digit behind a name is the stage.
+NAMES = {"ddp": "torch DDP", "fsdp2": "torch FSDP2", "fsdp2-kept": "torch FSDP2, weights kept"}
+NAMES |= {"zero": "torch ZeRO", "jit": "jit by hand", "deepspeed": "DeepSpeed"}
 Group = dict[str, Any]
 
 CAPTION = """
@@ -115,6 +118,12 @@ def replaced(page: str, section: str) -> str:
     return before + BEGIN + section + END + rest.split(END, 1)[1]
 
 
+def named(way: str) -> str:
+    """Write a way out: "jit3" as "jit by hand, stage 3"."""
+    tool, stage = (way, "") if way in NAMES else (way[:-1], f", stage {way[-1]}")
+    return NAMES.get(tool, tool) + stage
+
+
 def plot(recorded: dict[str, Any], path: Path) -> None:
     """Draw the step of each way over DDP's, and its peak."""
     import matplotlib.pyplot as plt
@@ -131,9 +140,10 @@ def plot(recorded: dict[str, Any], path: Path) -> None:
     for axis, (title, value) in zip(axes, values, strict=True):
         axis.barh(shown, [value(row) for row in found], color=colours)
         axis.set_xlabel(title)
-    axes[0].set_yticks(shown, names)
+    axes[0].set_yticks(shown, [named(name) for name in names])
     axes[0].invert_yaxis()
     axes[0].axvline(1, color="black", linewidth=0.8)
+    figure.suptitle(next(iter(recorded)))
     figure.savefig(path, dpi=110)
 
 

@@ -72,7 +72,8 @@ def test_plans_are_drawn_beside_each_other(plans, tmp_path):
     assert heights(left) == pytest.approx([one.bytes.total / 1e6 for one in plans.values()])
     assert heights(right) == pytest.approx([one.volume for one in plans.values()])
     assert [tick.get_text() for tick in left.get_xticklabels()] == [f"stage {n}" for n in range(4)]
-    assert left.get_ylabel() == "MB per device, which has 84,943 MB"
+    assert left.get_title() == "used of a device's 84,943 MB"
+    assert left.get_ylabel() == "MB"
     assert right.get_ylabel() == "elements per parameter"
     for said in ("a title", "activations and buffers", "by the theory", "along data", " ms"):
         assert said in words(figure)

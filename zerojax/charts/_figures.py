@@ -260,10 +260,10 @@ def pareto(choices: Choices, *, title: str = "") -> Figure:
     def points(plans: Iterable[Plan]) -> Any:
         return zip(*((1e3 * x.step_time, x.bytes.total / unit.size) for x in plans), strict=True)
 
-    for mark, stage in zip(MARKS, sorted({one.stage for one in choices.tried}), strict=False):
-        plans = [one for one in choices.tried if one.stage == stage]
-        look = {"s": 26, "marker": mark, "color": PLAIN, "edgecolor": STRONG, "linewidth": 0.5}
-        axes.scatter(*points(plans), label=f"stage {stage}", **look)
+    for stage, (mark, shade) in enumerate(zip(MARKS, reversed(SOLID), strict=True)):
+        if plans := [one for one in choices.tried if one.stage == stage]:
+            look = {"s": 26, "marker": mark, "color": shade, "edgecolor": STRONG, "linewidth": 0.5}
+            axes.scatter(*points(plans), label=f"stage {stage}", zorder=3, **look)
     if front := choices.pareto:
         axes.plot(*points(front), "-", color=STRONG, label="none is faster and smaller")
     axes.axhline(choices.limit / unit.size, color=TOO_MUCH, linestyle="--", label="the limit")
@@ -308,8 +308,8 @@ def _draw_memory(axes: Axes, found: Mapping[str, Holding], available: float | No
             bars[name] = dataclasses.replace(bar, fits=fits)
     highest = max(bar.top for bar in bars.values())
     unit = unit_for(highest, DECIMAL)
-    of = f", which has {unit.words(available)}" if available else ""
-    axes.set(title="one device's memory", ylabel=f"{unit.name} per device{of}")
+    held = f"used of a device's {unit.words(available)}" if available else "one device's memory"
+    axes.set(title=held, ylabel=unit.name)
     draw_bars(axes, bars, unit.size, unit.words)
     if 0 < available <= HEADROOM * highest:
         line: dict[str, Any] = {"color": TOO_MUCH, "linewidth": 1.3, "zorder": 0}
