@@ -55,6 +55,12 @@ def has_inside(eqn: Any) -> bool:
     return any(True for _ in core.jaxprs_in_params(eqn.params))
 
 
+def refs_of(eqn: Any) -> list[Any]:
+    """Return what an equation makes, reads or writes by `jax.new_ref`."""
+    atoms = (*eqn.invars, *eqn.outvars)
+    return [x for x in atoms if type(x.aval).__name__ == "AbstractRef"]
+
+
 def with_inner(eqn: Any) -> Iterator[Any]:
     yield eqn
     for program in core.jaxprs_in_params(eqn.params):
@@ -100,7 +106,7 @@ def depending(eqns: Iterable[Any], given: Iterable[Any]) -> set[Any]:
     found = set(given)
     for eqn in eqns:
         if not found.isdisjoint(variables(eqn.invars)):
-            found.update(eqn.outvars)
+            found.update(eqn.outvars, refs_of(eqn))
     return found
 
 
@@ -117,7 +123,7 @@ def depending_within(program: Any, given: Sequence[bool]) -> set[Any]:
         flags = [is_variable(x) and x in found for x in eqn.invars]
         if not any(flags):
             continue
-        found.update(eqn.outvars)
+        found.update(eqn.outvars, refs_of(eqn))
         if eqn.primitive.name == "scan":
             first, num_carry = scan_parts(eqn.params)
             flags[first : first + num_carry] = [True] * num_carry

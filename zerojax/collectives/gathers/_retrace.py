@@ -72,6 +72,8 @@ class Retracer:
             return bind_apart(eqn, values, layout)
         if name == "scan":
             return self._scan(eqn, values)
+        if _jaxpr.refs_of(eqn):  # jax.checkpoint loses the gradient of what is added to one
+            return _jaxpr.bind(eqn, [*map(self.opened, values)])
         is_fixed = self.from_batch.isdisjoint(_jaxpr.variables(eqn.invars))
         if is_fixed and _copies.is_enlarged(eqn, values, self.opening):
             copied = functools.partial(_copies.copied, opening=self.opening)
@@ -121,7 +123,7 @@ class Retracer:
         consts = [settled(v) if sliced else v for v, sliced in pairs]
         # Kept for the backward pass, what each iteration gathers would be the stack again, also
         # where the loop as a whole is rematerialised.
-        regathers = self._gathers_again and not all(is_sliced)
+        regathers = self._gathers_again and not (all(is_sliced) or _jaxpr.refs_of(eqn))
         inner = dataclasses.replace(self, looped=True, saved=False, layers={})
 
         def loop(*given: Any) -> list[Any]:
