@@ -76,6 +76,9 @@ def test_what_the_formats_own_package_writes_is_read_to_the_bit(tmp_path, dtype)
 def test_every_tensor_is_aligned(tmp_path):
     dtypes = ["int8", "float32", "bool", "complex64", "bfloat16", "int64", "float16"]
     arrays = {f"t{i}": random(dtype, (3, 1 + i)) for i, dtype in enumerate(dtypes)}
+    for length in range(8):  # of a name, and so of the header
+        one = store(tmp_path / f"{length}.safetensors", {"n" * (length + 1): np.zeros(1)})
+        assert header_of(one)[1] % 8 == 0
     path = store(tmp_path / "a.safetensors", arrays)
     header, start = header_of(path)
     assert start % 8 == 0

@@ -232,9 +232,12 @@ def test_a_restored_iterator_continues_exactly(taken):
     assert rows <= {row.tobytes() for row in want[0]}
 
 
-@pytest.mark.parametrize("changed", [0, 5000, -1])
-@pytest.mark.parametrize("size", [100, 8192 + 50])
-def test_each_token_of_a_small_mapped_file_is_in_its_state(tmp_path, size, changed):
+SIZES = [(size, changed) for size in (100, 8192 + 50) for changed in (0, 5000, -1)]
+LARGE = 600 * 4096 + 50  # of which parts are read
+
+
+@pytest.mark.parametrize(("size", "changed"), [*SIZES, (LARGE, 0), (LARGE, -1)])
+def test_tokens_of_a_mapped_file_are_in_its_state(tmp_path, size, changed):
     def mapped(tokens):
         np.save(tmp_path / "tokens.npy", tokens)
         return data.make_batches(

@@ -85,6 +85,23 @@ def test_an_offloaded_step_learns_the_same(name, stage, precision):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
 
 
+def test_an_offloaded_step_without_a_bound_clips_no_gradient():
+    layout = zerojax.make_layout(
+        jax.eval_shape(init, jax.random.key(0)), zerojax.make_mesh({"data": 8}), stage=2
+    )
+    batch, states = jnp.ones((16, WIDTH)), []
+    for offload in (False, True):
+        recipe = zerojax.Recipe(precision=PRECISION, offload=offload)
+        step = zerojax.make_train_step(
+            lambda params, x: 1e6 * loss(params, x), optax.sgd(1e-7), layout, recipe
+        )
+        state, metrics = step(step.init(init, jax.random.key(0)), batch)
+        assert metrics["grad_norm"] > 1e5
+        states.append(state)
+    for a, b in zip(*map(values, states), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+
+
 def kinds_of(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.size > 1024}
 

@@ -224,6 +224,24 @@ def test_matrices_with_a_row_on_each_device_are_updated_as_without_zero(mesh8):
         np.testing.assert_allclose(seen[name], wanted[name], rtol=1e-4, atol=1e-6)
 
 
+def test_matrices_with_constants_of_their_own_are_not_computed_as_one(mesh8):
+    """Equal programs of equal shapes, but for an array that each is closed over."""
+    names = ("up", "gate", "down")
+    own = {name: jax.random.normal(jax.random.key(n), (16, 16)) for n, name in enumerate(names)}
+    grads = {name: jax.random.normal(jax.random.key(9), (16, 24)) / 4 for name in names}
+
+    def update(grads, state, params=None):
+        return {name: g @ g.T @ own[name] @ g for name, g in grads.items()}, state
+
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    layout = zerojax.make_layout(grads, mesh8, stage=2, min_size=16)
+    wrapped = zerojax.sharded(tx, layout)
+    placed = jax.device_put(grads, layout.grads)
+    got, _ = jax.jit(wrapped.update)(placed, wrapped.init(grads), grads)
+    want, _ = jax.jit(update)(grads, None)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
+
+
 def test_a_shard_map_between_products_is_left_where_it_is(mesh8):
     """What holds it is gathered: it can't run on owners, each of which has its own matrices."""
 

@@ -177,6 +177,8 @@ def test_noise_that_a_step_never_draws_is_told(mesh8):
 
     with pytest.warns(UserWarning, match="'rng', which a step never fills: .* call it `key`"):
         make(mesh8, loss)
+    with pytest.warns(UserWarning, match="'dropout_rng', which a step never fills"):
+        make(mesh8, lambda params, x, dropout_rng=None: jnp.mean(x @ params["w"]))
     make(mesh8, lambda params, x, keypoints=None: jnp.mean(x @ params["w"]))  # says nothing
 
 
