@@ -122,3 +122,25 @@ def test_equal_layers_of_a_list_are_traced_once(stage, mesh8):
     layers = [eqn.params["jaxpr"] for eqn in traced.eqns if eqn.primitive.name == "remat2"]
     assert len(layers) == 3
     assert len({*map(id, layers)}) == 1
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_of_single_examples_stay_with_them(stage, mesh8):
+    """As DP-SGD clips them: [examples, *shape], cut along the examples."""
+    params = {"w": jax.random.normal(jax.random.key(0), (SIZE, SIZE))}
+    x = jax.random.normal(jax.random.key(1), (2 * SIZE, SIZE))
+    layout = zerojax.make_layout(params, mesh8, stage=stage, min_size=1)
+
+    def clipped(loss, params, x):
+        grads = jax.vmap(jax.grad(loss), (None, 0))(params, x)["w"]
+        norms = jnp.sqrt(jnp.sum(grads**2, (1, 2)))
+        return jnp.einsum("b,bij->ij", jnp.minimum(1, 1 / norms), grads)
+
+    def loss(p, x):
+        return jnp.mean(jnp.tanh(x @ p["w"]) ** 2)
+
+    placed = jax.device_put(params, layout.params), jax.device_put(x, layout.batch)
+    run = jax.jit(functools.partial(clipped, gather_where_used(loss, layout)))
+    want = jax.jit(functools.partial(clipped, loss))(params, x)
+    np.testing.assert_allclose(run(*placed), want, rtol=1e-4, atol=1e-6)
+    assert "all-to-all" not in run.lower(*placed).compile().as_text()

@@ -51,6 +51,7 @@ def gather_where_used(loss_fn: LossFn, layout: Layout, recipe: Recipe | None = N
 def gathering(loss_fn: LossFn, layout: Layout, recipe: Recipe) -> LossFn:
     gathers, keeps = recipe.gather_dtype(layout.kinds), recipe.keeps_gathered(layout.kinds)
     opening = Opening(layout, recipe.precision.reduce, gathers, keeps=keeps)
+    is_auto = layout.mesh == layout.auto_mesh
 
     @uncollected()
     def wrapped(params: PyTree, *args: Any, **named: Any) -> Any:
@@ -64,6 +65,11 @@ def gathering(loss_fn: LossFn, layout: Layout, recipe: Recipe) -> LossFn:
         stored = layout.flatten(params, "params of the loss", within=True, stored=True)
         held, model_of = _arrays(params)  # leaves of an equinox model may be functions
         given, rest_of = _arrays((args, named))  # flags and functions stay as they are
+        # With jax.vmap over examples each has a gradient, [examples, *shape], which is cut along
+        # them: the shards of a weight's would be another order, batch / N times the parameters.
+        is_mapped = any(type(x).__name__ == "BatchTracer" for x in given.values())
+        if is_mapped and is_auto and [*map(np.shape, stored)] == [x.shape for x in layout.leaves]:
+            return loss_fn(params, *args, **named)
         loss = functools.partial(_call, loss_fn, rest_of)
         written: list[KeyPath] = []
 
