@@ -133,7 +133,8 @@ def test_a_forward_loop_on_a_tpu_that_keeps_more_than_it_gathers_stays_a_plain_s
     plain, _ = compiled(attending, "v6e:2x4", prefetch=0)
     ahead, _ = compiled(attending, "v6e:2x4")
     assert any("keeps more for its backward pass" in note for note in ahead.notes)
-    assert ahead.schedule.work_seconds < 1.15 * plain.schedule.work_seconds
+    # The last backward layer reads the stacks as those of the loop do: 0.87, and it was 0.96.
+    assert ahead.schedule.work_seconds < 0.92 * plain.schedule.work_seconds
 
 
 @pytest.mark.aot("libtpu")
@@ -141,7 +142,7 @@ def test_a_backward_loop_on_a_tpu_that_reads_more_than_it_gathers_has_one_layer_
     """Of two layers a turn libtpu laid the stacks out anew, and had them twice."""
     plain, _ = compiled(gated, "v6e:2x4", prefetch=0)
     ahead, _ = compiled(gated, "v6e:2x4")
-    assert ahead.memory.peak < 1.2 * plain.memory.peak
+    assert ahead.memory.peak < 1.4 * plain.memory.peak
 
 
 @pytest.mark.aot("cuda")

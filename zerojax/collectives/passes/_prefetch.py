@@ -152,7 +152,7 @@ class _Prefetch:
             return _jaxpr.run_scan(eqn, values, lambda given: ordered(given, waiting=most)[0])
         self.num_ahead += 1
         fixed = [self.fixed.issuperset(_jaxpr.variables([x])) for x in eqn.invars]
-        return _run_ahead(eqn, values, turn, fixed, 2 if self.is_tpu and not keeps else 1)
+        return _run_ahead(eqn, values, turn, fixed, keeps)
 
 
 def _held(values: list[Any], alone: Sequence[bool], merges: bool) -> list[Any]:
@@ -190,7 +190,7 @@ def _gathered(program: Any) -> list[bool]:
     return [var in wanted for var in jaxpr.invars]
 
 
-def _run_ahead(eqn: Any, values: list[Any], turn: Turn, fixed: Sequence[bool], unroll: int) -> Any:
+def _run_ahead(eqn: Any, values: list[Any], turn: Turn, fixed: Sequence[bool], keeps: bool) -> Any:
     consts, start, stacks = _jaxpr.scan_split(eqn.params, values)
     num_carry, length, is_tpu = len(start), eqn.params["length"], turn.is_tpu
 
@@ -232,9 +232,12 @@ def _run_ahead(eqn: Any, values: list[Any], turn: Turn, fixed: Sequence[bool], u
     state = (start, turn.gather(inputs(0, consts, start)[1]), rows)
     # libtpu copies what a turn gathered into the place of the weights at hand. Two layers a turn
     # have two places; the barrier lets a gather wait until its place is free.
-    unroll = max(eqn.params["unroll"], unroll)
+    unroll = max(eqn.params["unroll"], 2 if is_tpu and not keeps else 1)
     state, _ = jax.lax.scan(one, state, jnp.arange(length - 1), unroll=unroll)
-    carry, _, rows = layer(length - 1, in_turn(state), [])
+    # Of a slice at a fixed place libtpu chooses the layout, and copied into it what each forward
+    # turn had kept: a GPT that is not rematerialised took 24.4 ms on v6e, and takes 18.7.
+    last = jax.lax.optimization_barrier(jnp.asarray(length - 1)) if keeps else length - 1
+    carry, _, rows = layer(last, in_turn(state), [])
     # libtpu starts a reduction as late as it can: without the barrier those of the last layer stood
     # at the end of the step, where no product is left that they could be merged with. Of stacks XLA
     # reads a slice before the last layer is written on GPUs, and so kept both.
