@@ -109,7 +109,8 @@ def _volume_remedy(evidence: Evidence, offenders: Sequence[Move]) -> str:
     ways, roles = [reducing(evidence)], {move.role for move in offenders if move.match.leaves}
     is_run = bool(roles & {"scatter", "sliced"})
     if is_run and evidence.tools & {"make_train_step", "gather_where_used"}:
-        ways.append(f"run a network that runs several times once, on {_JOINED}")
+        runs = "a network whose runs don't need each other's results"
+        ways.append(f"run {runs} once, on {_JOINED}")
     if not ways[0] and evidence.reshards_after_use and "gather" in roles:
         once = "gather once for a network that runs several times: reshard_after_forward=False"
         ways.append(f"or {once}" if is_run else once)
