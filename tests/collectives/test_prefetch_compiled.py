@@ -119,6 +119,31 @@ def test_stacks_of_a_scan_in_a_layer_begin_with_the_layer():
     assert ahead.schedule.step_seconds < plain.schedule.step_seconds
 
 
+def decaying(params, x):
+    """Scan over layers that keep a weight of theirs, broadcast to all examples."""
+
+    def decay(a, b):
+        return a[0] * b[0], b[0] * a[1] + b[1]
+
+    def layer(h, w):
+        given = jnp.broadcast_to(jax.nn.sigmoid(w["decay"]), h.shape), h @ w["up"]
+        return h + jnp.tanh(jax.lax.associative_scan(decay, given, axis=1)[1]), None
+
+    x = x.reshape(-1, 8, WIDTH)
+    return jnp.mean(jax.lax.scan(layer, x, params)[0].astype(jnp.float32) ** 2)
+
+
+decaying.shapes = {"up": (LAYERS, WIDTH, WIDTH), "decay": (LAYERS, WIDTH)}
+
+
+@pytest.mark.aot("cuda")
+def test_stacks_of_weights_that_meet_examples_are_cut_with_them():
+    """They lay whole: nothing in the loop but the weights says how they are cut."""
+    plain, _ = compiled(decaying, "h100:1x8", prefetch=0)
+    ahead, _ = compiled(decaying, "h100:1x8")
+    assert ahead.memory.temporaries < 1.5 * plain.memory.temporaries
+
+
 @pytest.mark.aot("libtpu")
 def test_products_keep_what_they_are_merged_with():
     """Behind a barrier a bias's gradient, and what a product is made of, were read once more."""

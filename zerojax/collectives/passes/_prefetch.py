@@ -217,7 +217,8 @@ def _run_ahead(eqn: Any, values: list[Any], turn: Turn, fixed: Sequence[bool], k
     # Zeros that a scan overwrites as a whole cost nothing; libtpu writes these, which lack a layer.
     # On a GPU an empty array is not partitioned (seen in jaxlib 0.10.2), and zeros are made of
     # numbers that wait for what the first layer reads: those of a scan in a layer lay there while
-    # loops before it ran.
+    # loops before it ran. Where weights alone are stacked, broadcast to examples, these would lie
+    # whole: nothing but what reads the stack says how it is cut.
     held, avals = consts, [var.aval for var in eqn.outvars[num_carry:]]
     if is_tpu:
         rows = [jax.lax.empty(x.shape, x.dtype) for x in avals]
@@ -226,6 +227,13 @@ def _run_ahead(eqn: Any, values: list[Any], turn: Turn, fixed: Sequence[bool], k
         given = varying, start, [jnp.zeros((), x.dtype) for x in avals]
         varying, start, zeros = jax.lax.optimization_barrier(given)
         held = [x if y is None else y for x, y in zip(consts, varying, strict=True)]
+        given = {var for var, x in zip(turn.jaxpr.invars, varying, strict=False) if x is not None}
+        given |= {*turn.carried, *turn.activations} - turn.counters
+        moved = _jaxpr.depending(turn.eqns, given)
+        stacked = (_jaxpr.is_variable(x) and x in moved for x in turn.jaxpr.outvars[num_carry:])
+        zeros = [
+            x if is_own else jnp.zeros_like(x) for x, is_own in zip(zeros, stacked, strict=True)
+        ]
         rows = [*map(jax.lax.broadcast, zeros, (x.shape for x in avals))]
     if turn.ends:
         start = [checkpoint_name(x, BACKWARD) for x in start]
