@@ -147,6 +147,18 @@ def test_key_and_model_state_are_saved_and_audited(mesh8, tmp_path):
     step.audit(X).raise_if_problems()
 
 
+@pytest.mark.parametrize("axes", ["Auto", "Explicit", "Explicit, placed by Auto"])
+def test_a_state_of_the_model_that_is_cut_stays_so(axes, mesh8):
+    mesh = mesh8 if axes == "Auto" else jax.make_mesh((8,), ("data",))
+    layout = zerojax.make_layout(PARAMS, mesh, stage=2, min_size=16)
+    cut = jax.NamedSharding(mesh8 if axes.endswith("Auto") else mesh, jax.P("data"))
+    given = STATS | {"mean": jax.device_put(STATS["mean"], cut)}
+    step = zerojax.make_train_step(normalised, optax.sgd(0.1), layout, model_state=given)
+    state = step.init(PARAMS)
+    assert state.model_state["mean"].addressable_shards[0].data.size == WIDTH // 8
+    assert state.model_state["count"].sharding.is_fully_replicated
+
+
 def test_an_overflow_leaves_the_state_of_the_model(mesh8):
     def loss(params, batch, model_state):
         return jnp.mean(batch @ params["w"]) * 1e30, model_state + 1

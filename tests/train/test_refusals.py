@@ -88,15 +88,15 @@ def untrained(leaf):
     return zerojax.make_train_step(loss_fn, TX, layout)
 
 
-def widening():
-    """An optimizer whose moments begin in bf16 and are fp32 after an update."""
+def widening(dtype=jnp.bfloat16):
+    """An optimizer whose moments begin in another dtype and are fp32 after an update."""
 
     def update(grads, state, params=None):
         moments = jax.tree.map(lambda m, g: 0.9 * m.astype(g.dtype) + g, state["m"], grads)
         return moments, {"m": moments}
 
     def begin(params):
-        return {"m": jax.tree.map(lambda x: jnp.zeros_like(x, jnp.bfloat16), params)}
+        return {"m": jax.tree.map(lambda x: jnp.zeros_like(x, dtype), params)}
 
     step = zerojax.make_train_step(loss_fn, optax.GradientTransformation(begin, update), lay())
     return step(step.init(init), X)
@@ -135,6 +135,10 @@ MISUSES = {
     "an optimizer that changes dtypes": (
         widening,
         "leaf 'm/w' of the optimizer's state is bfloat16 from tx.init and float32 from tx.update",
+    ),
+    "an optimizer that counts in floats": (
+        lambda: widening(jnp.int32),
+        "leaf 'm/w' of the optimizer's state is int32 from tx.init and float32 from tx.update",
     ),
     "arguments swapped": (
         lambda: use(state=X, batch=make().init(init)),
