@@ -51,7 +51,8 @@ def gather_where_used(loss_fn: LossFn, layout: Layout, recipe: Recipe | None = N
 def gathering(loss_fn: LossFn, layout: Layout, recipe: Recipe) -> LossFn:
     gathers, keeps = recipe.gather_dtype(layout.kinds), recipe.keeps_gathered(layout.kinds)
     opening = Opening(layout, recipe.precision.reduce, gathers, keeps=keeps)
-    is_auto = layout.mesh == layout.auto_mesh
+    asks = keeps or gathers is not None or recipe.precision.reduce is not None
+    may_leave = layout.mesh == layout.auto_mesh and not asks
 
     @uncollected()
     def wrapped(params: PyTree, *args: Any, **named: Any) -> Any:
@@ -68,7 +69,7 @@ def gathering(loss_fn: LossFn, layout: Layout, recipe: Recipe) -> LossFn:
         # With jax.vmap over examples each has a gradient, [examples, *shape], which is cut along
         # them: the shards of a weight's would be another order, batch / N times the parameters.
         is_mapped = any(type(x).__name__ == "BatchTracer" for x in given.values())
-        if is_mapped and is_auto and [*map(np.shape, stored)] == [x.shape for x in layout.leaves]:
+        if is_mapped and may_leave and [*map(np.shape, stored)] == [x.shape for x in layout.leaves]:
             return loss_fn(params, *args, **named)
         loss = functools.partial(_call, loss_fn, rest_of)
         written: list[KeyPath] = []
