@@ -37,11 +37,12 @@ def layout_on(platform, stage):
     )
 
 
-def options_of(platform, stage):
+def options_of(platform, stage, chip="v5p"):
     rows = [
         row
         for row in OPTIONS.values()
-        if row["platform"] == platform and "v5p" in row.get("chips", ["v5p"])
+        if row["platform"] == platform and chip in row.get("chips", [chip])
+        if HARDWARE[chip].sparse_cores or not row.get("sparse_cores")
     ]
     kinds = {None, *(kind for kind, first in STAGES.items() if stage >= first)}
     kinds |= set() if stage else {"nothing"}
@@ -89,19 +90,39 @@ def test_what_the_user_set_holds_but_not_over_the_recipe(monkeypatch, variable):
 
 def test_an_unknown_option_is_left_out_with_a_warning(mesh8):
     options = (("xla_no_such_option", "true"), ("xla_cpu_enable_fast_math", True))
-    with pytest.warns(UserWarning, match="does not know xla_no_such_option"):
+    with pytest.warns(UserWarning, match="does not take xla_no_such_option"):
+        assert _options._known(mesh8, options) == options[1:]
+
+
+def test_an_option_that_a_compiler_refuses_is_left_out_with_a_warning(mesh8, monkeypatch):
+    """As libtpu refuses merged gathers on v4."""
+    lower = jax.stages.Lowered.compile
+
+    def compiled(self, compiler_options):
+        if "xla_cpu_enable_fast_math" in compiler_options:
+            told = "FAILED_PRECONDITION: Please disable it with xla_cpu_enable_fast_math=false"
+            raise jax.errors.JaxRuntimeError(told)
+        return lower(self, compiler_options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
+    options = (("xla_cpu_enable_fast_math", True), ("xla_cpu_enable_fast_min_max", False))
+    with pytest.warns(UserWarning, match="does not take xla_cpu_enable_fast_math"):
         assert _options._known(mesh8, options) == options[1:]
 
 
 @pytest.mark.parametrize(
-    "target",
+    ("target", "chip"),
     [
-        pytest.param("h100:1x8", marks=pytest.mark.aot("cuda")),
-        pytest.param("v5p:2x2x2", marks=pytest.mark.aot("libtpu")),
+        pytest.param("h100:1x8", "h100", marks=pytest.mark.aot("cuda")),
+        pytest.param("v4:2x2x2", "v4", marks=pytest.mark.aot("libtpu")),
+        pytest.param("v5e:2x4", "v5e", marks=pytest.mark.aot("libtpu")),
+        pytest.param("v5p:2x2x2", "v5p", marks=pytest.mark.aot("libtpu")),
+        pytest.param("v6e:2x4", "v6e", marks=pytest.mark.aot("libtpu")),
+        pytest.param("tpu7x:2x2x1", "v7", marks=pytest.mark.aot("libtpu")),
     ],
 )
-def test_compilers_know_every_option(target):
+def test_compilers_take_every_option(target, chip):
     mesh = zerojax.topology_mesh(target, {"data": 8})
     shapes = {"kernel": jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)}
     layout = zerojax.make_layout(shapes, mesh, stage=3)
-    assert compiler_options(layout) == options_of(layout.platform, 3)
+    assert compiler_options(layout) == options_of(layout.platform, 3, chip)

@@ -34,8 +34,6 @@ _BUCKETS = {
 }
 #: Where a user sets options for all programs of a process.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-# "INVALID_ARGUMENT: No such compile option: 'xla_tpu_overlap_compute_collective_tc'"
-_UNKNOWN = re.compile(r"No such compile option: '(\w+)'")
 
 
 def compiler_options(layout: Layout, bucket_bytes: int | None = None) -> dict[str, Any]:
@@ -43,7 +41,7 @@ def compiler_options(layout: Layout, bucket_bytes: int | None = None) -> dict[st
 
     They are the sets of `options.toml` for the layout's devices, without those that `XLA_FLAGS` or
     `LIBTPU_INIT_ARGS` sets: a user's own value holds. An option that the installed compiler does
-    not know is left out with a warning, for it would refuse the program.
+    not take is left out with a warning, for it would refuse the program.
     `bucket_bytes` are the most of a collective that is made of several; None for the table's.
     """
     user = {x for name in _VARIABLES for x in re.findall(r"--(\w+)", os.environ.get(name, ""))}
@@ -73,11 +71,13 @@ def _known(mesh: Mesh, options: tuple[tuple[str, Any], ...]) -> tuple[tuple[str,
         try:
             lowered.compile(compiler_options=kept)
         except jax.errors.JaxRuntimeError as error:
-            found = _UNKNOWN.search(str(error))
+            # "INVALID_ARGUMENT: No such compile option: 'xla_tpu_overlap_compute_collective_tc'"
+            # "FAILED_PRECONDITION: ... Please disable it with xla_tpu_enable_...=false"
+            found = next((x for x in re.findall(r"\w+", str(error)) if x in kept), None)
             if found is None:
                 raise
-            del kept[found[1]]
-            told = f"the installed compiler does not know {found[1]}: a step is compiled without it"
+            del kept[found]
+            told = f"the installed compiler does not take {found}: a step is compiled without it"
             warnings.warn(told, stacklevel=2)
         else:
             return tuple(kept.items())
